@@ -168,12 +168,10 @@ VALUES = (
     *named(FrameStorage, frame_stack=0),
     *refused(EpisodicReplayBuffer, "return=True", record_episodic_return=True, keep_episodic_info=False),
     *named(EpisodicReplayBuffer, num_environments=0, max_length=0, recent_data_ratio=2.0),
-    *refused(
-        EpisodicReplayBuffer, "num_earliest_frames_ignored=3.*max_length=3", max_length=3, num_earliest_frames_ignored=3
-    ),
+    *refused(EpisodicReplayBuffer, "max_length=3, got 3", max_length=3, num_earliest_frames_ignored=3),
     *refused(EpisodicReplayBuffer, "default_return.*nan", record_episodic_return=True, default_return=math.nan),
     *refused(EpisodicReplayBuffer, "reward_clip", record_episodic_return=True, reward_clip=(1, 0)),
-    *refused(EpisodicReplayBuffer, r"describes one row, got one of batch size \[1\]", data_spec=ROW.unsqueeze(0)),
+    *refused(EpisodicReplayBuffer, r"without batch size, got \[1\]", data_spec=ROW.unsqueeze(0)),
     *refused(EpisodicReplayBuffer, "data_spec", data_spec=None, allow_multiprocess=True),
     *refused(EpisodicReplayBuffer, "scratch_dir", allow_multiprocess=True, scratch_dir=gettempdir()),
     *named(RecurrentReplayBuffer, capacity=0, state_dim=1.5, action_dim=True, hidden_dim=-1),
@@ -290,5 +288,5 @@ TYPES = (
 
 KEYS = (
     *refused(EpisodicReplayBuffer, "'reward'", data_spec=ROW.exclude("reward"), record_episodic_return=True),
-    *refused(DynamicsTargets, r"\['pixels'\].*\['observation'\]", observation_keys=["pixels"]),
+    *refused(DynamicsTargets, r"\['observation'\].*\['pixels'\]", observation_keys=["pixels"]),
 )

@@ -52,7 +52,7 @@ PATHS = (
     Refusal("done", path(done=0.5), empty=True),
     Refusal("lacks", methodcaller("store", {"obs": torch.zeros(1)}), error=KeyError, empty=True),
     Refusal(
-        "differs from what is stored",
+        "differs from the stored steps",
         path(next_obs=torch.zeros(1)),
         lambda buffer: buffer.insert_data_slice(make_rollout(4, 1)),
     ),

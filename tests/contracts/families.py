@@ -99,7 +99,7 @@ EPISODES_REFUSE = (
     Refusal("without priorities", methodcaller("update_priority", *torch.tensor([[0], [12], [1]]))),
 )
 WITH_PRIORITIES_REFUSE = (
-    Refusal("must be .B. each", methodcaller("update_priority", *torch.tensor([[0], [12]]), torch.ones(2))),
+    Refusal("must be .B., and", methodcaller("update_priority", *torch.tensor([[0], [12]]), torch.ones(2))),
     Refusal("Step 16", methodcaller("update_priority", *torch.tensor([[0, 1], [12, 16], [1, 1]])), error=IndexError),
 )
 
@@ -116,7 +116,7 @@ episode_windows = Part(
 
 SHARED_REFUSES = (
     Refusal("different numbers", add(STEP, torch.tensor([1, 1]), True), dequeue(torch.tensor([2]), blocking=True)),
-    Refusal("at most 99 steps, never 100", add(torch.cat([STEP] * 100), None, True), dequeue(n=100, blocking=True)),
+    Refusal("max_length=99, got 100", add(torch.cat([STEP] * 100), None, True), dequeue(n=100, blocking=True)),
     Refusal("n must be a positive integer, got 0", dequeue(n=0, blocking=True)),
     Refusal("TensorDict", add({"reward": 1}, None, True), error=TypeError),
     Refusal("2 rows.*got 1", add(STEP[:1], None, True)),
@@ -219,7 +219,7 @@ FAMILIES = {
         refuses=(
             *(
                 Refusal(
-                    r"Rows .* are not stored; there are \[0, 4\)",
+                    r"Rows .* the stored rows \[0, 4\)",
                     methodcaller("get_data_slice", start, end),
                     error=IndexError,
                 )
@@ -228,7 +228,7 @@ FAMILIES = {
             Refusal("max_size", *(methodcaller("update_storage_parameter", "max_size", size) for size in (0, 1 << 50))),
             Refusal("'sise'", methodcaller("update_storage_parameter", "sise", 3)),
             Refusal(
-                r"4 steps are stored; call reset\(\)",
+                r"got 4 steps. Call reset\(\)",
                 lambda buffer: buffer.init_tensors({name: value[0] for name, value in numbered(0, 1, 2).items()}),
             ),
         ),

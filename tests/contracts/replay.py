@@ -253,7 +253,7 @@ BUFFERS = {
         canonical=(),  # places for frames that are free hold anything
         fill=write_frames,
         ask=draw,
-        refuses=(Refusal("row 0 is not .* moved on by", write_spoiled(lambda data: data.set(AFTER, 9 * data[AFTER]))),),
+        refuses=(Refusal("row 0 must be .* shifted by", write_spoiled(lambda data: data.set(AFTER, 9 * data[AFTER]))),),
         within=("storage",),
         foreign={"frame_stack=3": partial(frames, 0, 2)},
         edited={

@@ -77,7 +77,7 @@ REWARD, TERMINATED = ("next", "reward"), ("next", "terminated")
 NAN = torch.zeros(3, 5, 1).index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(torch.nan))
 TEXT = NonTensorStack(*[NonTensorStack(*"abcde") for _ in range(3)])
 REFUSED = (
-    spoiled("1 values that are NaN", lambda data: data.set(REWARD, NAN)),
+    spoiled("1 of 15 values are NaN", lambda data: data.set(REWARD, NAN)),
     spoiled("bool", lambda data: data.set(TERMINATED, torch.zeros(3, 5, 1)), error=TypeError),
     spoiled("Add it: boolean", lambda data: data.exclude(TERMINATED), error=KeyError),
     spoiled("next", lambda data: data.exclude("next"), error=KeyError),

@@ -98,11 +98,11 @@ def rewards(start: int, envs: int = 2) -> torch.Tensor:
 POISONED = rewards(1).index_put((torch.tensor(3), torch.tensor(1)), torch.tensor(math.nan))
 normalize = partial(methodcaller, "normalize")
 NORMALIZER_REFUSES = (
-    Refusal(r"1 rewards are not finite, the first at \[3, 1\]", normalize(POISONED)),
-    Refusal("got no reward", normalize(rewards(1)[:0])),
+    Refusal(r"got 1 others, the first at \[3, 1\]", normalize(POISONED)),
+    Refusal(r"reward must be \[T, N, ...\]", normalize(rewards(1)[:0])),
     Refusal(r"torch\.int64", normalize(rewards(1).long()), error=TypeError),
 )
-OTHER_ENVIRONMENTS = Refusal(r"over \(2,\), the rollout has \(3,\)", normalize(rewards(1, 3)))
+OTHER_ENVIRONMENTS = Refusal(r"\(2,\) after time, got \(3,\)", normalize(rewards(1, 3)))
 
 
 def intrinsic(direction: str) -> Part:

@@ -29,7 +29,7 @@ def filled(count: int, size: int = 10, envs: int = 1, **options) -> MBReplayBuff
 
 
 @pytest.mark.parametrize("kind", ["learned", "given", "discrete"])
-def test_golden_batches(kind):
+def test_batches_equal_golden_values(kind):
     arrays, reward = golden(), (lambda s, a, n: s[..., :1]) if kind == "given" else None
     actor = SimpleNamespace(dynamics_model=SimpleNamespace(reward_function=reward))
     discrete = kind == "discrete"
@@ -41,29 +41,29 @@ def test_golden_batches(kind):
         assert {len(batch["train_input"]) for batch in batches[:-1]} <= {size}
         for name, expected in (("train_input", f"{kind}_inputs"), ("train_label", f"{kind}_targets")):
             if expected in arrays:
-                found = torch.cat([batch[name] for batch in batches])
-                torch.testing.assert_close(found, arrays[expected], rtol=1e-5, atol=1e-6)
+                column = torch.cat([batch[name] for batch in batches])
+                torch.testing.assert_close(column, arrays[expected], rtol=1e-5, atol=1e-6)
 
 
 # ---- the bugs of the original ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("count", "size", "sizes"), [(9, 3, [3, 3, 3]), (10, 4, [4, 4, 2]), (4, 4, [4])])
-def test_no_batch_is_empty_and_the_short_last_one_is_kept(count, size, sizes):
+def test_last_batch_is_smaller_but_not_empty(count, size, sizes):
     batches = list(filled(count).generate_batches(mini_batch_size=size))
     assert [len(batch) for batch in batches] == sizes
     assert all(batch["targets"].isfinite().all() for batch in batches)
 
 
 @pytest.mark.parametrize("source", ["spec", "envs", "actor"])
-def test_one_hot_columns_are_those_of_the_spec_before_the_largest_action_was_seen(source):
+def test_one_hot_columns_follow_the_spec(source):
     env = make_vector_env("CartPole-v1", 1)
-    given = {
+    options = {
         "spec": {"action_spec": Categorical(2)},
         "envs": {"envs": env},
         "actor": {"actor": SimpleNamespace(action_space=gymnasium.spaces.Discrete(2))},
     }[source]
-    buffer = MBReplayBuffer(4, **given)
+    buffer = MBReplayBuffer(4, **options)
     buffer.insert_data_slice(numbered(0, 3, Action=torch.zeros(3, 1, 1, dtype=torch.int64)))
     (batch,) = buffer.generate_batches(mini_batch_size=3)
     assert batch["inputs"].shape == (3, 1 + 2)
@@ -71,14 +71,14 @@ def test_one_hot_columns_are_those_of_the_spec_before_the_largest_action_was_see
     env.close()
 
 
-def test_integer_actions_without_a_spec_are_refused():
+def test_integer_actions_without_a_spec_are_rejected():
     buffer = MBReplayBuffer(4)
     buffer.insert_data_slice(numbered(0, 3, Action=torch.zeros(3, 1, dtype=torch.int64)))
     with pytest.raises(ValueError, match=r"torch.int64.*action_spec="):
         buffer.generate_batches(mini_batch_size=1)
 
 
-def test_environments_are_folded_into_the_batch():
+def test_environments_are_flattened_into_the_batch():
     buffer = filled(4, envs=3)
     (batch,) = buffer.generate_batches(mini_batch_size=12, shuffle=False)
     assert batch["inputs"].shape == (12, 2)
@@ -97,7 +97,7 @@ def test_single_row_gives_finite_numbers():
 
 
 @pytest.mark.parametrize("names", ["NextDone", "Done"])
-def test_steps_whose_next_observation_is_a_reset_come_in_no_batch(names):
+def test_steps_before_a_reset_are_left_out_of_batches(names):
     done = torch.zeros(6, 1, 1)
     done[2] = 1
     data = numbered(0, 6, **{names: done})
@@ -108,12 +108,12 @@ def test_steps_whose_next_observation_is_a_reset_come_in_no_batch(names):
     (batch,) = buffer.generate_batches(mini_batch_size=5, shuffle=False)
     assert len(batch) == 5
     assert batch["targets"][:, 0].tolist() == [0.0] * 5  # each step changes the observation alike
-    kept = MBReplayBuffer(6)
-    kept.insert_data_slice(data)
-    assert sum(map(len, kept.generate_batches(mini_batch_size=6))) == 6
+    without_autoreset = MBReplayBuffer(6)
+    without_autoreset.insert_data_slice(data)
+    assert sum(map(len, without_autoreset.generate_batches(mini_batch_size=6))) == 6
 
 
-def test_data_without_next_observations_is_refused():
+def test_data_without_next_observations_is_rejected():
     data = numbered(0, 3)
     del data["NextObservation"]
     buffer = MBReplayBuffer(4)
@@ -124,7 +124,7 @@ def test_data_without_next_observations_is_refused():
     assert len(buffer) == 0
 
 
-def test_more_than_the_capacity_keeps_the_newest():
+def test_write_beyond_the_capacity_keeps_the_newest_rows():
     buffer = filled(3, size=4, envs=2)
     buffer.insert_data_slice(numbered(3, 14, 2))
     assert steps(buffer.get_all_buffer_data()) == [[float(t), 100.0 + t] for t in range(10, 14)]
@@ -132,7 +132,7 @@ def test_more_than_the_capacity_keeps_the_newest():
     assert steps(buffer.get_all_buffer_data()) == [[float(t), 100.0 + t] for t in range(12, 16)]
 
 
-def test_single_tensor_goes_where_a_slice_of_it_would():
+def test_single_tensor_uses_the_rows_of_a_slice():
     for first, second in ((3, 2), (3, 4), (2, 11), (9, 1)):
         buffer = filled(first, size=4)
         columns = {"Observation": buffer.storage.data["observation"].clone()}
@@ -142,11 +142,11 @@ def test_single_tensor_goes_where_a_slice_of_it_would():
         assert step == first % 4
         buffer.insert_data_slice(data)
         assert torch.equal(columns["Observation"], buffer.storage.data["observation"])
-    with pytest.raises(ValueError, match=r"'Observation'.*\[4, 1\] torch.float32.*\[2\]"):
+    with pytest.raises(ValueError, match=r"'Observation'.*torch.float32 \[4, 1\].*\[2\]"):
         buffer.insert_single_tensor_slice(columns, "Observation", torch.zeros(1, 2))
 
 
-def test_slice_is_a_copy_in_order_of_age_across_the_wrap():
+def test_data_slice_is_a_copy_in_order_of_age():
     buffer = filled(7, size=4)
     part = buffer.get_data_slice(1, 4)
     assert steps(part) == [[4.0], [5.0], [6.0]]
@@ -158,7 +158,7 @@ def test_slice_is_a_copy_in_order_of_age_across_the_wrap():
     assert set(MBReplayBuffer.storage_tensors) >= set(named) - {"Truncated"}
 
 
-def test_reset_discards_everything_and_what_was_read_can_be_inserted_again():
+def test_reset_discards_rows_and_read_data_can_be_inserted():
     buffer = filled(6, size=4, envs=2)
     data = buffer.get_all_buffer_data(data_to_cpu=True, documented_names=True)
     buffer.reset()
@@ -171,25 +171,25 @@ def test_reset_discards_everything_and_what_was_read_can_be_inserted_again():
     assert steps(buffer.get_all_buffer_data()) == [[float(t), 100.0 + t] for t in range(2, 6)]
 
 
-def test_capacity_and_fill_level_are_two_things():
+def test_max_size_and_size_differ():
     buffer = filled(3, size=4, envs=2)
     assert (buffer.size, buffer.max_size, buffer.step, buffer.num_envs, len(buffer)) == (3, 4, 3, 2, 6)
 
 
 @pytest.mark.parametrize(("envs", "size"), [(1, 3), (2, 3), (2, 9), (1, 4)])
-def test_max_size_resizes_and_keeps_the_newest(envs, size):
+def test_max_size_resizes_and_keeps_the_newest_rows(envs, size):
     buffer = filled(6, size=4, envs=envs)
     buffer.update_storage_parameter("max_size", size)
-    kept = range(max(2, 6 - size), 6)
+    stored_rows = range(max(2, 6 - size), 6)
     assert buffer.max_size == size
-    assert [row[0] for row in steps(buffer.get_all_buffer_data())] == list(map(float, kept))
+    assert [row[0] for row in steps(buffer.get_all_buffer_data())] == list(map(float, stored_rows))
     buffer.insert_data_slice(numbered(6, 7, envs))
     assert steps(buffer.get_all_buffer_data())[-1][-1] == 6.0 + 100 * (envs - 1)
-    assert buffer.size == min(len(kept) + 1, size)
+    assert buffer.size == min(len(stored_rows) + 1, size)
     assert len(list(buffer.generate_batches(mini_batch_size=1))) == envs * buffer.size
 
 
-def test_parameter_of_any_kind_is_updated():
+def test_update_storage_parameter_sets_any_parameter():
     buffer = MBReplayBuffer(4)
     buffer.update_storage_parameter("algorithm", "mb")
     assert buffer.algorithm == "mb"
@@ -198,14 +198,14 @@ def test_parameter_of_any_kind_is_updated():
 # ---- the rest --------------------------------------------------------------------------------------------------------
 
 
-def test_verbs_that_are_those_of_all_pytorchrl_buffers():
+def test_pytorchrl_methods_work():
     buffer = MBReplayBuffer.create_factory(5)("cpu", None, "algorithm", SimpleNamespace(num_envs=3))
     assert (buffer.max_size, buffer.num_envs, buffer.algorithm) == (5, 3, "algorithm")
     assert buffer.before_gradients() is None
     assert buffer.after_gradients(None, {"loss": 1}) == {"loss": 1}
 
 
-def test_transitions_one_by_one_equal_a_slice():
+def test_single_transitions_equal_a_slice():
     one, other = MBReplayBuffer(4), filled(6, size=4, envs=2)
     data = numbered(0, 6, 2)
     for t in range(6):
@@ -213,7 +213,7 @@ def test_transitions_one_by_one_equal_a_slice():
     assert (one.get_all_buffer_data() == other.get_all_buffer_data()).all()
 
 
-def test_init_tensors_reserves_and_stores_nothing():
+def test_init_tensors_reserves_without_storing_rows():
     buffer = MBReplayBuffer(4)
     sample = {name: value[0] for name, value in numbered(0, 1, 2).items()}
     buffer.init_tensors(sample)
@@ -221,11 +221,11 @@ def test_init_tensors_reserves_and_stores_nothing():
     assert buffer.storage.data.shape == (8,)
 
 
-def test_tensordict_of_each_layout():
+def test_tensordict_of_any_layout_is_stored():
     data = rows(12)
-    for given, time_dim in ((data, None), (data.reshape(12, 1), 0), (data.reshape(1, 12), 1)):
+    for layout, time_dim in ((data, None), (data.reshape(12, 1), 0), (data.reshape(1, 12), 1)):
         buffer = MBReplayBuffer(12)
-        buffer.insert_data_slice(given, time_dim)
+        buffer.insert_data_slice(layout, time_dim)
         assert torch.equal(buffer.get_all_buffer_data()["action"][:, 0], data["action"])
     named = data.reshape(3, 4)
     named.names = [None, "time"]
@@ -235,7 +235,7 @@ def test_tensordict_of_each_layout():
     assert torch.equal(buffer.get_all_buffer_data()["action"], named["action"].transpose(0, 1))
 
 
-def test_dict_observations_are_columns_and_recurrent_states_none():
+def test_dict_observations_are_columns_without_recurrent_states():
     observation = {"far": torch.rand(2, 1, 3), "near": torch.rand(2, 1, 1)}
     state = torch.zeros(2, 1, 4)
     data = numbered(0, 2, Observation=observation, NextObservation=observation)
@@ -244,24 +244,24 @@ def test_dict_observations_are_columns_and_recurrent_states_none():
     assert set(buffer.targets.observation_columns) == {"far[0]", "far[1]", "far[2]", "near[0]"}
 
 
-def test_first_rows_of_torchrls_verb_are_of_one_environment():
+def test_first_rows_of_extend_are_one_environment():
     buffer = MBReplayBuffer(20)
     buffer.extend(rows(12))
     assert (buffer.num_envs, buffer.size) == (1, 12)
 
 
 @pytest.mark.parametrize("verb", ["extend", "insert_transition", "insert_data_slice"])
-def test_first_write_that_fails_leaves_the_number_of_environments_open(verb):
+def test_failed_first_write_leaves_num_envs_unset(verb):
     buffer = MBReplayBuffer(4)
-    wrong = rows(3).set("name", "text")
+    invalid = rows(3).set("name", "text")
     with pytest.raises(TypeError, match="'name'"):
-        getattr(buffer, verb)(wrong)
+        getattr(buffer, verb)(invalid)
     assert (buffer.num_envs, len(buffer), buffer.storage.max_size) == (None, 0, 4)
     buffer.insert_transition({name: value[0] for name, value in numbered(0, 1, 2).items()})
     assert buffer.num_envs == 2
 
 
-def test_shuffled_passes_hold_each_row_once_in_another_order():
+def test_shuffled_epochs_contain_each_row_once_in_another_order():
     buffer = filled(10, generator=torch.Generator().manual_seed(3))
     batches = [batch["inputs"][:, 0] for batch in buffer.generate_batches(mini_batch_size=10, num_epochs=2)]
     assert len(batches) == 2
@@ -269,14 +269,14 @@ def test_shuffled_passes_hold_each_row_once_in_another_order():
     assert not torch.equal(*batches)
 
 
-def test_state_tells_the_number_of_environments():
+def test_state_sets_num_envs():
     other = MBReplayBuffer(4)
     other.load_state_dict(filled(6, size=4, envs=2).state_dict())
     assert other.num_envs == 2
     assert steps(other.get_all_buffer_data())[-1] == [5.0, 105.0]
 
 
-def test_state_without_a_step_fits_any_number_of_environments():
+def test_empty_state_fits_any_num_envs():
     other = filled(6, size=4, envs=2)
     other.load_state_dict(MBReplayBuffer(4).state_dict())
     assert (len(other), other.writer.positions.tolist()) == (0, [0, 0])
@@ -286,14 +286,14 @@ def test_state_without_a_step_fits_any_number_of_environments():
         other.load_state_dict(MBReplayBuffer(6).state_dict())
 
 
-def test_torchrls_verbs_draw_plain_transitions():
+def test_torchrl_sample_returns_plain_transitions():
     buffer = filled(6, size=8, batch_size=4)
     assert isinstance(buffer.sample(), TensorDict)
     assert buffer.sample()["next", "observation"].shape == (4, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
-def test_batches_do_not_depend_on_the_origin_of_the_observations(dtype):
+def test_batches_do_not_depend_on_the_offset_of_observations(dtype):
     batches = []
     for offset, kind in ((0, torch.float32), (1_700_000_037, dtype)):
         buffer = MBReplayBuffer(10)

@@ -22,40 +22,40 @@ def held(split, buffer):
 
 
 @pytest.mark.parametrize("envs", [1, 4])
-def test_row_keeps_its_side_while_the_buffer_grows_and_wraps(envs):
+def test_row_keeps_its_part_while_the_buffer_grows_and_wraps(envs):
     buffer, split = ring(200 // envs, envs), HoldoutSplit(0.3, seed=1)
-    before: set = set()
+    old_rows: set = set()
     for steps in (30 // envs, 10, 50, 7, 40, 300 // envs):
         grow(buffer, split, steps)
-        now = held(split, buffer)
+        new_rows = held(split, buffer)
         oldest = int(buffer.writer.oldest[0])
         end = int(buffer.writer.positions[0]) - steps
-        assert {row for row in before if row[1] >= oldest} == {row for row in now if row[1] < end}
-        before = now
+        assert {row for row in old_rows if row[1] >= oldest} == {row for row in new_rows if row[1] < end}
+        old_rows = new_rows
 
 
-def test_how_the_rows_came_in_does_not_matter():
-    sides = []
+def test_split_does_not_depend_on_the_order_of_writes():
+    splits = []
     for steps in ([90], [30, 30, 30], [1] * 90):
         buffer, split = ring(200), HoldoutSplit(seed=5)
         for count in steps:
             grow(buffer, split, count)
-        sides.append(held(split, buffer))
-    assert sides[0] == sides[1] == sides[2]
+        splits.append(held(split, buffer))
+    assert splits[0] == splits[1] == splits[2]
 
 
-def test_share_is_that_asked_for_and_depends_on_the_seed():
-    buffer, found = ring(5000, 4), []
+def test_validation_fraction_is_met_and_depends_on_the_seed():
+    buffer, held_out = ring(5000, 4), []
     write(buffer, steps=5000)
     for seed in (0, 1):
         split = HoldoutSplit(0.2, 20_000, seed=seed)
         split.extend(buffer.writer)
-        found.append(held(split, buffer))
-        assert abs(len(found[-1]) / 20_000 - 0.2) < 0.01
-    assert abs(len(found[0] & found[1]) / 20_000 - 0.04) < 0.01
+        held_out.append(held(split, buffer))
+        assert abs(len(held_out[-1]) / 20_000 - 0.2) < 0.01
+    assert abs(len(held_out[0] & held_out[1]) / 20_000 - 0.04) < 0.01
 
 
-def test_no_more_than_the_limit_and_new_ones_when_old_ones_are_overwritten():
+def test_max_validation_frees_overwritten_rows():
     buffer, split = ring(100), HoldoutSplit(0.5, max_validation=10)
     for _ in range(30):
         grow(buffer, split, 17)
@@ -67,7 +67,7 @@ def test_no_more_than_the_limit_and_new_ones_when_old_ones_are_overwritten():
 
 @pytest.mark.parametrize(("envs", "written"), [(1, 0), (3, 0), (1, 9), (3, 9)])
 @pytest.mark.parametrize("sizes", [(60, 20), (20, 60), (30, 12, 50)])
-def test_no_row_changes_sides_when_the_rings_get_another_length(envs, written, sizes):
+def test_row_keeps_its_part_when_the_rings_change_length(envs, written, sizes):
     buffer, split = MBReplayBuffer(sizes[0], num_envs=envs), HoldoutSplit(0.4, max_validation=25, seed=2)
 
     def rows(count, ids=None):
@@ -103,7 +103,7 @@ def test_no_row_changes_sides_when_the_rings_get_another_length(envs, written, s
         before = now
 
 
-def test_emptied_buffer_begins_anew():
+def test_split_restarts_with_an_emptied_buffer():
     buffer, split = ring(50), HoldoutSplit(0.5, max_validation=20)
     grow(buffer, split, 50)
     buffer.empty()
@@ -113,7 +113,7 @@ def test_emptied_buffer_begins_anew():
 
 
 @pytest.mark.parametrize(("fraction", "part"), [(0.001, "validation"), (0.999, "training")])
-def test_part_that_is_empty_is_an_error(fraction, part):
+def test_empty_part_is_rejected(fraction, part):
     buffer, split = ring(200), HoldoutSplit(fraction)
     grow(buffer, split, 8)
     with pytest.raises(ValueError, match=rf"validation_fraction={fraction}.*8.*{part}"):

@@ -16,7 +16,7 @@ from torchrl.data import Bounded, Composite, Unbounded
 from kit.golden import arrays, tensors
 from kit.seeds import generator
 from torchrl_lightning.episodic import EpisodicReplayBuffer
-from torchrl_lightning.episodic.batch_info import BatchInfo, info_of
+from torchrl_lightning.episodic.batch_info import BatchInfo, make_batch_info
 from torchrl_lightning.episodic.time_steps import FIRST, LAST
 from torchrl_lightning.replay import SequenceSampler
 from torchrl_lightning.replay.positions import MissingStepsError
@@ -39,7 +39,7 @@ def build(num_environments: int = 2, max_length: int = 4, **options: Any) -> Epi
 
 
 @pytest.mark.parametrize("case", range(4))
-def test_golden_episode_index(case: int) -> None:
+def test_episode_positions_equal_golden_values(case: int) -> None:
     data = arrays("alf_episode_index", f"c{case}_")
     num_envs, length = data["num_envs_max_length"].tolist()
     buffer = build(num_envs, length, keep_episodic_info=True)
@@ -55,7 +55,7 @@ def test_golden_episode_index(case: int) -> None:
         assert buffer.steps_to_episode_end(position, ids).tolist() == data["steps_to_end"][i][stored].tolist()
 
 
-def test_golden_gather_all() -> None:
+def test_gather_all_equals_golden_values() -> None:
     buffer = EpisodicReplayBuffer(TensorDict({"x": torch.tensor(0.0)}), 4, 9, num_earliest_frames_ignored=2)
     last, golden = [10, 11, 12, 13, 14, 6, 7, 8, 9], tensors("alf_gather_all")
     for step, ignored in product(range(1, 15), (0, 2)):
@@ -77,7 +77,7 @@ def test_golden_gather_all() -> None:
         assert info.replay_buffer is buffer
 
 
-def test_windows_and_where_they_come_from() -> None:
+def test_batch_info_has_the_origin_of_windows() -> None:
     buffer = build(3, 16, record_episodic_return=True, gamma=0.5, generator=generator(1))
     for t in range(20):
         kind = [FIRST if t % 5 == 0 else LAST if t % 5 == 4 else 1] * 3
@@ -95,9 +95,12 @@ def test_windows_and_where_they_come_from() -> None:
 
 
 @pytest.mark.parametrize("known", [{}, {"importance_weights": torch.ones(3), "discounted_return": torch.zeros(3)}])
-def test_info_is_built_as_by_its_constructor(known: dict[str, torch.Tensor]) -> None:
+def test_fast_batch_info_equals_its_constructor(known: dict[str, torch.Tensor]) -> None:
     buffer, entries = build(), {"env_ids": torch.tensor([0, 1, 0]), "positions": torch.tensor([4, 5, 6]), **known}
-    fast, slow = info_of(buffer, entries, torch.Size([3])), BatchInfo(**entries, replay_buffer=buffer, batch_size=[3])
+    fast, slow = (
+        make_batch_info(buffer, entries, torch.Size([3])),
+        BatchInfo(**entries, replay_buffer=buffer, batch_size=[3]),
+    )
     for info in (fast, fast[1:], fast.clone(False), torch.cat([fast, fast])):
         assert info.replay_buffer is buffer
         assert (info.discounted_return is None) == (info.importance_weights is None) == (not known)
@@ -105,7 +108,7 @@ def test_info_is_built_as_by_its_constructor(known: dict[str, torch.Tensor]) -> 
     assert (fast == slow).all()
 
 
-def test_torchrl_verbs() -> None:
+def test_torchrl_methods_work() -> None:
     spec = Composite(
         observation=Unbounded((3,)), action=Bounded(-1, 1, (1,)),
         next=Composite(observation=Unbounded((3,)), reward=Unbounded((1,)), done=Bounded(0, 1, (1,), dtype=torch.bool),
@@ -130,7 +133,7 @@ def test_torchrl_verbs() -> None:
 
 @pytest.mark.parametrize("recent_data_ratio", [0.0, 0.5])
 @pytest.mark.parametrize("length", [None, 1, 3])
-def test_priorities_by_torchrls_verb(length: int | None, recent_data_ratio: float) -> None:
+def test_torchrl_update_priority_sets_priorities(length: int | None, recent_data_ratio: float) -> None:
     options = {"prioritized_sampling": True, "recent_data_ratio": recent_data_ratio, "priority_key": "loss"}
     buffer = build(2, 6, keep_episodic_info=False, generator=generator(), **options)
     for t in range(6):
@@ -153,7 +156,7 @@ def test_priorities_by_torchrls_verb(length: int | None, recent_data_ratio: floa
         assert weight == pytest.approx(expected[env, position] / mean) or (recent and weight == 1)
 
 
-def test_episodes_are_not_known_without_their_index() -> None:
+def test_episode_methods_without_index_are_rejected() -> None:
     buffer = build(keep_episodic_info=False)
     buffer.add_batch(steps([FIRST, FIRST]))
     with pytest.raises(RuntimeError, match="keep_episodic_info=False"):
@@ -161,7 +164,7 @@ def test_episodes_are_not_known_without_their_index() -> None:
     assert buffer.get_batch(2, 1)[0].shape == (2, 1)
 
 
-def test_first_priority_is_known_without_priorities_too() -> None:
+def test_initial_priority_exists_without_priorities() -> None:
     assert build().initial_priority == 1.0
     assert build(prioritized_sampling=True, initial_priority=3.0).initial_priority == 3.0
 
@@ -172,12 +175,12 @@ def test_equal_priorities_give_exactly_equal_counts() -> None:
     assert buffer.get_batch(1000, 1)[1].env_ids.bincount().tolist() == [500, 500]
 
 
-def test_environments_of_no_and_of_different_steps_are_not_gathered() -> None:
+def test_gather_all_rejects_empty_and_uneven_environments() -> None:
     buffer = build()
-    with pytest.raises(RuntimeError, match="holds 0 steps"):
+    with pytest.raises(RuntimeError, match="more than 0 steps, got 0"):
         buffer.gather_all()
     buffer.add_batch(steps([1]), torch.tensor([0]))
-    with pytest.raises(ValueError, match=r"different numbers of steps, \[1, 0\]"):
+    with pytest.raises(ValueError, match=r"must be equal, got \[1, 0\]"):
         buffer.gather_all()
 
 
@@ -194,7 +197,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("filled", [[], [0], [0, 1]], ids=["empty", "one", "both"])
-def test_missing_steps_are_one_error_in_all_verbs(name: str, filled: list[int]) -> None:
+def test_missing_steps_raise_one_error_in_all_methods(name: str, filled: list[int]) -> None:
     buffer = build(**SAMPLERS[name])
     for env in filled:
         buffer.add_batch(steps([1]), torch.tensor([env]))
@@ -210,7 +213,7 @@ def test_missing_steps_are_one_error_in_all_verbs(name: str, filled: list[int]) 
     assert len(buffer) == len(filled)
 
 
-def test_priorities_of_zero_leave_no_steps() -> None:
+def test_zero_priorities_are_rejected_when_sampling() -> None:
     buffer = build(prioritized_sampling=True)
     buffer.add_batch(steps([1, 1]))
     buffer.update_priority(torch.arange(2), torch.zeros(2, dtype=torch.int64), torch.zeros(2))
@@ -219,33 +222,33 @@ def test_priorities_of_zero_leave_no_steps() -> None:
             buffer.get_batch(2, 1)
 
 
-def test_more_steps_than_a_ring_holds_are_the_same_error_for_who_waits() -> None:
+def test_blocking_dequeue_of_too_many_steps_is_rejected() -> None:
     buffer = build(allow_multiprocess=True)
-    with pytest.raises(MissingStepsError, match="at most 4 steps, never 5"):
+    with pytest.raises(MissingStepsError, match="max_length=4, got 5"):
         buffer.dequeue(n=5, blocking=True)
     with pytest.raises(ValueError, match="at least"):
         buffer.get_batch(-1, 1)
 
 
-def test_nest_of_names_gives_a_nest_of_fields() -> None:
+def test_nested_names_return_nested_fields() -> None:
     buffer = EpisodicReplayBuffer(TensorDict({"a": {"b": torch.tensor(0)}, "c": torch.tensor(0)}), 2, 4)
     buffer.add_batch(TensorDict({"a": {"b": torch.tensor([1, 2])}, "c": torch.tensor([3, 4])}, [2]))
     pair = namedtuple("pair", "first second")
-    at = torch.tensor([0, 1]), torch.tensor([[0]])
+    steps = torch.tensor([0, 1]), torch.tensor([[0]])
     for names, expected in (
         (("a", "b"), [[1, 2]]),  # a key
         (("c", "a.b"), ([[3, 4]], [[1, 2]])),
         (["c", ("a", "b")], [[[3, 4]], [[1, 2]]]),
         ({"x": "c", "y": [pair("c", "a.b")]}, {"x": [[3, 4]], "y": [pair([[3, 4]], [[1, 2]])]}),
     ):
-        found = tree_map(torch.Tensor.tolist, buffer.get_field(names, *at))
-        assert found == expected
-        assert type(found) is type(expected)
+        fields = tree_map(torch.Tensor.tolist, buffer.get_field(names, *steps))
+        assert fields == expected
+        assert type(fields) is type(expected)
     with pytest.raises(KeyError, match=r"no entry \('d',\); it has \['a', 'c'\]"):
-        buffer.get_field(["c", ("c", "d")], *at)
+        buffer.get_field(["c", ("c", "d")], *steps)
 
 
-def test_what_tells_of_windows_is_indexed_by_rows_and_not_unpacked() -> None:
+def test_batch_info_is_indexed_by_rows_and_not_unpacked() -> None:
     buffer = build()
     buffer.add_batch(steps([1, 1]))
     info = buffer.get_batch(2, 1)[1]

@@ -21,21 +21,21 @@ def build(num_envs: int, length: int, layout: StepLayout = TRANSITIONS) -> Exper
     return ExperienceBuffer(storage=RingStorage(num_envs * length), writer=layout.writer(num_envs, track_episodes=True))
 
 
-def time_steps(kind: np.ndarray, reward: np.ndarray, discount: np.ndarray) -> TensorDict:
-    columns = {"step_type": kind, "reward": reward, "discount": discount}
-    return TensorDict({name: torch.from_numpy(column) for name, column in columns.items()}, [len(kind)])
+def time_steps(step_type: np.ndarray, reward: np.ndarray, discount: np.ndarray) -> TensorDict:
+    columns = {"step_type": step_type, "reward": reward, "discount": discount}
+    return TensorDict({name: torch.from_numpy(column) for name, column in columns.items()}, [len(step_type)])
 
 
 def stored(buffer: ExperienceBuffer, env: int) -> list[float]:
     writer = buffer.writer
     position = torch.arange(int(writer.oldest[env]), int(writer.positions[env]))
-    found: list[float] = buffer.storage.get(writer.cell(env, position))["discounted_return"].flatten().tolist()
-    return found
+    returns: list[float] = buffer.storage.get(writer.cell(env, position))["discounted_return"].flatten().tolist()
+    return returns
 
 
 @pytest.mark.parametrize("case", range(3))
 @pytest.mark.parametrize("at_once", [1, 7])
-def test_golden(case: int, at_once: int) -> None:
+def test_returns_equal_golden_values(case: int, at_once: int) -> None:
     data = arrays("alf_episodic_returns", f"c{case}_")
     clip = None if np.isnan(data["clip"]).any() else tuple(data["clip"].tolist())
     num_envs = data["step_type"].shape[1]
@@ -48,8 +48,10 @@ def test_golden(case: int, at_once: int) -> None:
         rows = time_steps(*(column[last + 1 - at_once : last + 1].reshape(-1) for column in columns))
         buffer.extend(returns.with_default(rows).view(at_once, num_envs), time_dim=0)
         for env in range(num_envs):
-            found = stored(buffer, env)
-            np.testing.assert_allclose(found, data["returns"][last, env, : len(found)], rtol=1e-5, atol=1e-5)
+            stored_returns = stored(buffer, env)
+            np.testing.assert_allclose(
+                stored_returns, data["returns"][last, env, : len(stored_returns)], rtol=1e-5, atol=1e-5
+            )
 
 
 class Twin:
@@ -120,7 +122,9 @@ def transitions(steps: list[tuple]) -> TensorDict:
     clip=st.sampled_from([None, (-0.5, 1.0)]),
     bootstraps=st.booleans(),
 )
-def test_twin(plan: tuple, gamma: float, clip: tuple[float, float] | None, bootstraps: bool) -> None:
+def test_returns_equal_plain_loops(
+    plan: tuple, gamma: float, clip: tuple[float, float] | None, bootstraps: bool
+) -> None:
     num_envs, length, calls = plan
     twin = Twin(num_envs, length, gamma, clip, bootstraps)
     buffer = build(num_envs, length)
@@ -139,7 +143,7 @@ def test_twin(plan: tuple, gamma: float, clip: tuple[float, float] | None, boots
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_step_that_ends_a_life_starts_the_next_one(dtype: torch.dtype) -> None:
+def test_termination_within_an_episode_starts_the_next_life(dtype: torch.dtype) -> None:
     # ALF multiplies the rewards of the next life by the discount of this step, which is zero.
     kind, discount = np.array([FIRST, 1, 1, 1, LAST]), np.array([1, 1, 0, 1, 0], np.float32)
     buffer = build(1, 8, TIME_STEPS)
@@ -149,7 +153,7 @@ def test_step_that_ends_a_life_starts_the_next_one(dtype: torch.dtype) -> None:
     assert stored(buffer, 0) == [1 + 0.5 * 2, 2, 4 + 0.5 * 8, 8, DEFAULT]
 
 
-def test_rewards_of_several_numbers_and_of_integers() -> None:
+def test_returns_of_vector_and_integer_rewards() -> None:
     buffer = build(1, 8)
     returns = EpisodicReturn(buffer.storage, gamma=0.5)
     end = torch.tensor([[False], [True]])
@@ -159,8 +163,8 @@ def test_rewards_of_several_numbers_and_of_integers() -> None:
     assert "discounted_return" not in rows.keys()  # noqa: SIM118  # of a TensorDict
 
 
-def test_refusals() -> None:
-    with pytest.raises(ValueError, match="needs the episode index"):
+def test_invalid_arguments_are_rejected() -> None:
+    with pytest.raises(ValueError, match="keep_episodic_info"):
         EpisodicReturn(RingStorage(4))
     for track in (None, False):
         buffer = ExperienceBuffer(storage=RingStorage(4), writer=RingWriter(track_episodes=track))

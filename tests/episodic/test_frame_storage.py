@@ -29,17 +29,17 @@ def assert_same(ours: ExperienceBuffer, plain: ExperienceBuffer) -> None:
     cells = plain.writer.rings.filled_cells()
     assert torch.equal(ours.writer.rings.filled_cells(), cells)
     if len(cells):
-        found, expected = ours.storage.get(cells), plain.storage.get(cells)
-        assert set(found.keys(True, True)) == set(expected.keys(True, True))
-        assert (found == expected).all()
+        batch, expected = ours.storage.get(cells), plain.storage.get(cells)
+        assert set(batch.keys(True, True)) == set(expected.keys(True, True))
+        assert (batch == expected).all()
     for path, frames in ours.storage.frames.items():  # no spare place is lost or given away twice
-        now, then = ours.storage.leaf(path), ours.storage.leaf(("next", *path))
-        numbers = torch.cat([leaf[now[:, 0] >= 0] for leaf in (now, then)]).unique()
-        held = numbers[numbers >= len(frames.ring)].numpy() - len(frames.ring)
-        free = frames.free[: frames.left[0]]
+        numbers, next_numbers = ours.storage.leaf(path), ours.storage.leaf(("next", *path))
+        used_numbers = torch.cat([leaf[numbers[:, 0] >= 0] for leaf in (numbers, next_numbers)]).unique()
+        used_spares = used_numbers[used_numbers >= len(frames.ring)].numpy() - len(frames.ring)
+        free = frames.free[: frames.num_free[0]]
         assert len(np.unique(free)) == len(free)
-        assert not np.isin(held, free).any()
-        assert len(held) + len(free) == len(frames.spares)
+        assert not np.isin(used_spares, free).any()
+        assert len(used_spares) + len(free) == len(frames.spares)
 
 
 operations = st.lists(
@@ -56,7 +56,7 @@ operations = st.lists(
 
 @settings(max_examples=20, deadline=None)
 @given(operations, st.integers(1, 5), st.integers(1, 4), st.sampled_from([2, 256]), st.integers(0, 1000))
-def test_what_comes_out_is_what_a_plain_ring_gives(operations, length, count, colors, seed):
+def test_frame_storage_reads_equal_a_plain_ring(operations, length, count, colors, seed):
     envs = [StackedSteps(seed + env, count, colors=colors) for env in range(3)]
     ours, plain = twins(length, 3, count)
     for name, *arguments in operations:
@@ -92,9 +92,11 @@ def test_what_comes_out_is_what_a_plain_ring_gives(operations, length, count, co
         {"sampler": lambda: SequenceSampler(3)},
     ],
 )
-def test_every_sampler_reads_whole_stacks(shape, options):
-    made = [{name: value() if callable(value) else value for name, value in options.items()} for _ in range(2)]
-    ours, plain = twins(24, 2, **made[0])[0], twins(24, 2, **made[1])[1]
+def test_samplers_read_complete_stacks(shape, options):
+    buffer_options = [
+        {name: value() if callable(value) else value for name, value in options.items()} for _ in range(2)
+    ]
+    ours, plain = twins(24, 2, **buffer_options[0])[0], twins(24, 2, **buffer_options[1])[1]
     envs = [StackedSteps(env, shape=shape) for env in range(2)]
     for _ in range(40):
         data = torch.stack([env.step() for env in envs])
@@ -110,7 +112,7 @@ def test_every_sampler_reads_whole_stacks(shape, options):
     assert (ours[3:9:2] == plain[3:9:2]).all()
 
 
-def test_transition_takes_hardly_more_than_a_frame():
+def test_transition_needs_little_more_memory_than_a_frame():
     storage = FrameStorage(4000, 4)
     buffer = ExperienceBuffer(storage=storage, num_envs=4)
     frames = torch.randint(0, 256, (1600, 4, 3, 5), dtype=torch.uint8)
@@ -118,8 +120,10 @@ def test_transition_takes_hardly_more_than_a_frame():
         stacks = frames[episode * 100 + (torch.arange(101).unsqueeze(1) + torch.arange(-3, 1)).clamp(0, 99)]
         stacks = stacks.permute(0, 2, 1, 3, 4)
         for start in range(0, 100, 10):
-            now, then = stacks[start : start + 10], stacks[start + 1 : start + 11]
-            buffer.extend(TensorDict({"observation": now, "next": {"observation": then}}, [10, 4]), time_dim=0)
+            observation, next_observation = stacks[start : start + 10], stacks[start + 1 : start + 11]
+            buffer.extend(
+                TensorDict({"observation": observation, "next": {"observation": next_observation}}, [10, 4]), time_dim=0
+            )
     assert len(buffer) == 4000
     assert storage.reserved_frames <= 1.05 * 4000
     spares = len(storage.frames["observation",].spares)
@@ -127,7 +131,7 @@ def test_transition_takes_hardly_more_than_a_frame():
     assert storage.reserved_frames - spares == 4000 + 4 * 4
 
 
-def test_what_cannot_be_kept_as_frames_is_refused():
+def test_data_without_stacked_frames_is_rejected():
     with pytest.raises(ValueError, match="cannot be shared"):
         FrameStorage(8, 3).share()
     good = StackedSteps(0).step().unsqueeze(0)
@@ -136,11 +140,11 @@ def test_what_cannot_be_kept_as_frames_is_refused():
     with pytest.raises(TypeError, match="RingWriter"):
         FrameStorage(8, 3).set(0, good)
     ours, _ = twins(8, 1, 2)
-    with pytest.raises(ValueError, match=r"2.*\[3, 5, 7\].*frame_stack="):
+    with pytest.raises(ValueError, match=r"2.*\[3, 5, 7\].*frame_stack"):
         ours.extend(good)
     with pytest.raises(KeyError, match=r"next.*observation"):
         twins(8, 1)[0].extend(good.exclude(("next", "observation")))
     ours, _ = twins(8, 1)
     ours.extend(good)
-    with pytest.raises(KeyError, match="kept as frames"):
+    with pytest.raises(KeyError, match=r"observation.*as frames"):
         ours.write_back(ours.sample(), ["observation"])

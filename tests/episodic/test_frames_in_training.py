@@ -35,7 +35,7 @@ def trained(storage, folder):
     return data.buffer, module.state_dict()
 
 
-def test_run_over_frames_equals_one_over_stacks(tmp_path):
+def test_run_with_frame_storage_equals_run_with_stacks(tmp_path):
     frames, weights = trained(FrameStorage(50, 3), tmp_path)
     stacks, expected = trained(RingStorage(50), tmp_path)
     assert len(frames) == 50

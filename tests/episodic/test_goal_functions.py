@@ -43,10 +43,10 @@ class Dense(Reach):
         return bool(np.linalg.norm(achieved - desired) < 0.4)
 
     def step(self, action: Any) -> Any:
-        seen, _, _, truncated, info = super().step(action)
+        observation, _, _, truncated, info = super().step(action)
         functions = (self.compute_reward, self.compute_terminated)
-        reward, terminated = (each(seen["achieved_goal"], self.goal, info) for each in functions)
-        return seen, reward, terminated, truncated, info
+        reward, terminated = (function(observation["achieved_goal"], self.goal, info) for function in functions)
+        return observation, reward, terminated, truncated, info
 
 
 class Batched(Dense):
@@ -81,10 +81,10 @@ class Costly(Batched):
 
     def step(self, action: Any) -> Any:
         self.cost = np.abs(np.asarray(action, np.float64)).sum(keepdims=True)
-        seen, _, _, truncated, info = Reach.step(self, action)
-        reached = seen["achieved_goal"], self.goal
-        reward = float(self.compute_reward(*reached, info | {"cost": self.cost}))
-        return seen, reward, self.compute_terminated(*reached, info), truncated, info
+        observation, _, _, truncated, info = Reach.step(self, action)
+        goals = observation["achieved_goal"], self.goal
+        reward = float(self.compute_reward(*goals, info | {"cost": self.cost}))
+        return observation, reward, self.compute_terminated(*goals, info), truncated, info
 
     def seen(self) -> dict[str, Any]:
         return {**super().seen(), **({"cost": self.cost.copy()} if self.shows else {})}
@@ -100,7 +100,7 @@ class Heavy(Batched):
         raise AssertionError
 
 
-def played(env: Any, frames: int = 200) -> TensorDict:
+def random_steps(env: Any, frames: int = 200) -> TensorDict:
     """Steps of an environment at random."""
     collector = GymnasiumCollector(env, num_envs=2, frames_per_batch=frames, seed=0)
     steps = collector.rollout()
@@ -108,12 +108,12 @@ def played(env: Any, frames: int = 200) -> TensorDict:
     return steps
 
 
-def stored(env: Any, sampler: Any = None, *, told: Any = None, **options: Any) -> ExperienceBuffer:
-    """A buffer that relabels all steps of an environment, by the functions of the one it is told of."""
+def stored(env: Any, sampler: Any = None, *, goal_env: Any = None, **options: Any) -> ExperienceBuffer:
+    """A buffer that relabels all steps of an environment with the goal functions of ``goal_env``."""
     buffer = ring(1000, 2, sampler, transform=HindsightRelabel(1.0, **options))
-    buffer.extend(played(env))
-    if told is not None:
-        tell(buffer.transform, EnvironmentGoals(told))
+    buffer.extend(random_steps(env))
+    if goal_env is not None:
+        tell(buffer.transform, EnvironmentGoals(goal_env))
     return buffer
 
 
@@ -123,12 +123,14 @@ def is_near(achieved: torch.Tensor, desired: torch.Tensor, info: Any) -> torch.T
 
 def check_against(env: Any, batch: Any, terminates: bool = False) -> None:
     """Compare each row of a batch with what the environment gives it."""
-    after, goal = batch["next"], batch["desired_goal"].numpy()
-    for row, achieved in enumerate(after["achieved_goal"].numpy()):
+    next_data, goal = batch["next"], batch["desired_goal"].numpy()
+    for row, achieved in enumerate(next_data["achieved_goal"].numpy()):
         expected = env.get_wrapper_attr("compute_reward")(achieved, goal[row], {})
-        assert after["reward"][row].item() == pytest.approx(float(expected), rel=1e-5, abs=1e-6)
+        assert next_data["reward"][row].item() == pytest.approx(float(expected), rel=1e-5, abs=1e-6)
         if terminates:
-            assert bool(after["terminated"][row]) == env.get_wrapper_attr("compute_terminated")(achieved, goal[row], {})
+            assert bool(next_data["terminated"][row]) == env.get_wrapper_attr("compute_terminated")(
+                achieved, goal[row], {}
+            )
 
 
 ROBOTS = {
@@ -143,24 +145,24 @@ ROBOTS = {
 
 
 @pytest.mark.parametrize("name", ROBOTS)
-def test_robots_are_rewarded_as_their_environments_do(name: str) -> None:
+def test_robotics_rewards_equal_the_environment(name: str) -> None:
     need_extra("robotics")
     recipe = EnvironmentRecipe(f"gymnasium_robotics:{name}", ROBOTS[name], time_limit=20)
     check_against(
-        recipe(), stored(recipe, told=recipe).sample(100), terminates=not ROBOTS[name].get("continuing_task", True)
+        recipe(), stored(recipe, goal_env=recipe).sample(100), terminates=not ROBOTS[name].get("continuing_task", True)
     )
 
 
 @pytest.mark.parametrize("env", [Dense, Batched])
-@pytest.mark.parametrize("told", ["by the DataModule", "by a method", "by TorchRL's"])
-def test_environments_functions_are_used(env: type[Dense], told: str) -> None:
-    one = env()
-    if told == "by a method":
-        buffer = stored(env, compute_reward=one.compute_reward, compute_terminated=one.compute_terminated)
+@pytest.mark.parametrize("source", ["by the DataModule", "by a method", "by TorchRL's"])
+def test_environment_functions_are_used(env: type[Dense], source: str) -> None:
+    instance = env()
+    if source == "by a method":
+        buffer = stored(env, compute_reward=instance.compute_reward, compute_terminated=instance.compute_terminated)
     else:
-        buffer = stored(env, told=env if told == "by the DataModule" else partial(GymWrapper, one))
+        buffer = stored(env, goal_env=env if source == "by the DataModule" else partial(GymWrapper, instance))
     batch = buffer.sample(300)
-    check_against(one, batch, terminates=True)
+    check_against(instance, batch, terminates=True)
     assert 0 < batch["next", "terminated"].sum() < 300
     truncated = batch["next", "truncated"]
     assert torch.equal(batch["next", "done"], batch["next", "terminated"] | truncated)
@@ -168,21 +170,21 @@ def test_environments_functions_are_used(env: type[Dense], told: str) -> None:
 
 @pytest.mark.parametrize("env", [Dense, Costly])
 @pytest.mark.parametrize("sampler", [None, partial(SequenceSampler, 3, episode_ends="inside")])
-def test_windows_and_what_a_step_shows_besides_its_goals(sampler: Any, env: type[Dense]) -> None:
-    batch = stored(env, sampler and sampler(), told=env).sample(20)
+def test_windows_pass_observation_entries_as_info(sampler: Any, env: type[Dense]) -> None:
+    batch = stored(env, sampler and sampler(), goal_env=env).sample(20)
     assert batch.shape == ((20, 3) if sampler else (20,))
     distance = (batch["next", "achieved_goal"] - batch["desired_goal"]).norm(dim=-1, keepdim=True)
     cost = batch["next", "cost"] if env is Costly else 0.0
     assert torch.allclose(batch["next", "reward"], -(distance + cost).float())
 
 
-def test_what_a_step_does_not_show_cannot_count() -> None:
+def test_missing_info_entry_is_rejected() -> None:
     hidden = partial(Costly, shows=False)
     with pytest.raises(ValueError, match=r"info\['cost'\]"):
-        stored(hidden, told=hidden).sample(10)
+        stored(hidden, goal_env=hidden).sample(10)
 
 
-def test_wrapper_around_the_environment_has_its_own() -> None:
+def test_wrapper_functions_replace_the_environment() -> None:
     class Doubled(gym.Wrapper[Any, Any, Any, Any]):
         def compute_reward(self, achieved: Any, desired: Any, info: Any) -> Any:
             return 2 * self.env.unwrapped.compute_reward(achieved, desired, info)
@@ -192,10 +194,10 @@ def test_wrapper_around_the_environment_has_its_own() -> None:
             return seen, 2 * reward, *rest
 
     recipe = EnvironmentRecipe(Batched, wrappers=[Doubled])
-    check_against(recipe(), stored(recipe, told=recipe).sample(50))
+    check_against(recipe(), stored(recipe, goal_env=recipe).sample(50))
 
 
-def test_method_looked_up_once_serves_many_steps_at_once() -> None:
+def test_vectorised_method_is_called_once() -> None:
     calls = []
 
     class Counted(Batched):
@@ -204,7 +206,7 @@ def test_method_looked_up_once_serves_many_steps_at_once() -> None:
                 calls.append(achieved.shape)
             return super().compute_reward(achieved, desired, info)
 
-    buffer = stored(Counted, told=Counted, compute_terminated=is_near)
+    buffer = stored(Counted, goal_env=Counted, compute_terminated=is_near)
     calls.clear()
     for _ in range(20):
         buffer.sample(64)
@@ -212,8 +214,8 @@ def test_method_looked_up_once_serves_many_steps_at_once() -> None:
     assert len(calls) == 25 + 17  # single ones, and a few together, that have shown that it takes them
 
 
-def test_what_no_goal_changes_stays_as_it_is_stored() -> None:
-    buffer = stored(Endless, told=Endless)
+def test_entries_independent_of_goals_stay_unchanged() -> None:
+    buffer = stored(Endless, goal_env=Endless)
     batch = buffer.sample(50)
     assert torch.equal(batch["next", "done"], buffer.storage.get(batch["index"])["next", "done"])
     near = (batch["next", "achieved_goal"] - batch["desired_goal"]).norm(dim=-1, keepdim=True) < 0.05
@@ -221,85 +223,85 @@ def test_what_no_goal_changes_stays_as_it_is_stored() -> None:
 
 
 @pytest.mark.parametrize("env", [Dense, Batched])
-def test_another_reward_than_is_stored_is_refused_with_both_numbers(env: type[Dense]) -> None:
+def test_reward_that_differs_from_the_stored_one_is_rejected(env: type[Dense]) -> None:
     with pytest.raises(ValueError, match=r"compute_reward.*-0\.\d+.*-1\."):
         stored(env).sample(10)
-    buffer = stored(Batched, told=Batched, compute_terminated=lambda achieved, *_: torch.ones(len(achieved)))
+    buffer = stored(Batched, goal_env=Batched, compute_terminated=lambda achieved, *_: torch.ones(len(achieved)))
     with pytest.raises(ValueError, match=r"compute_terminated.*0.*1"):
         buffer.sample(10)
 
 
-def test_no_simulator_is_copied_or_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulator_is_not_copied_or_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         gym.registry, "Heavy-v0", gym.envs.registration.EnvSpec("Heavy-v0", Heavy, disable_env_checker=True)
     )
     env = gym.make("Heavy-v0")
-    given = stored(Heavy, compute_reward=env.unwrapped.compute_reward)
-    told = stored(Heavy, told="Heavy-v0", compute_terminated=is_near)
-    for buffer in (given, told):
+    with_function = stored(Heavy, compute_reward=env.unwrapped.compute_reward)
+    with_environment = stored(Heavy, goal_env="Heavy-v0", compute_terminated=is_near)
+    for buffer in (with_function, with_environment):
         buffer.sample(10)
         copy.deepcopy(buffer.transform)
         assert b"Heavy" not in pickle.dumps(buffer.state_dict())
-    again = pickle.loads(pickle.dumps(given.transform[0]))
+    again = pickle.loads(pickle.dumps(with_function.transform[0]))
     restored = ring(1000, 2, transform=again.clone())
-    restored.load_state_dict(given.state_dict())
+    restored.load_state_dict(with_function.state_dict())
     check_against(Batched(), restored.sample(50))
 
 
-def test_run_uses_its_environments_functions() -> None:
+def test_run_uses_its_environment_functions() -> None:
     data = ReplayDataModule(
         EnvironmentRecipe(Batched), buffer=partial(ExperienceBuffer, transform=HindsightRelabel(1.0)), num_envs=2
     )
     data.setup("fit")
-    data.buffer.extend(played(Batched))
+    data.buffer.extend(random_steps(Batched))
     for _ in range(2):
         check_against(Batched(), data.buffer.sample(40), terminates=True)
         data.close()
 
 
-def test_return_of_another_goal_is_unknown() -> None:
+def test_return_of_a_relabelled_step_is_the_default() -> None:
     buffer = EpisodicReplayBuffer(
         None, 2, transform=HindsightRelabel(0.5), record_episodic_return=True, default_return=-77.0, max_length=32
     )
-    buffer.extend(played(Reach, 40))
+    buffer.extend(random_steps(Reach, 40))
     batch = buffer.sample(200)
     relabelled = (batch["desired_goal"] != buffer.storage.get(batch["index"])["desired_goal"]).any(-1)
     returns = batch["discounted_return"].squeeze(-1)
     assert (returns[relabelled] == -77).all()
-    kept = buffer.storage.get(batch["index"])["discounted_return"].squeeze(-1)
-    assert torch.equal(returns[~relabelled], kept[~relabelled])
+    stored_returns = buffer.storage.get(batch["index"])["discounted_return"].squeeze(-1)
+    assert torch.equal(returns[~relabelled], stored_returns[~relabelled])
 
 
 @pytest.mark.parametrize("batch_length", [1, 2])
-def test_time_steps_end_at_their_goals(batch_length: int) -> None:
-    kinds = torch.tensor([FIRST, MID, MID, LAST, FIRST, MID, LAST, FIRST, MID])
-    place = torch.arange(9.0).unsqueeze(-1)
-    row = {"step_type": kinds, "discount": torch.ones(9), "reward": -torch.ones(9)}
+def test_time_steps_terminate_at_their_goals(batch_length: int) -> None:
+    step_types = torch.tensor([FIRST, MID, MID, LAST, FIRST, MID, LAST, FIRST, MID])
+    position = torch.arange(9.0).unsqueeze(-1)
+    row = {"step_type": step_types, "discount": torch.ones(9), "reward": -torch.ones(9)}
     row["discount"][3] = 0.0  # by its own goal; the next episode is cut
     row["reward"][3] = row["reward"][[0, 4, 7]] = 0.0
-    goal = torch.full_like(place, -5.0)
+    goal = torch.full_like(position, -5.0)
     goal[:4] = 3.0
-    steps = TensorDict({**row, "achieved_goal": place, "desired_goal": goal}, [9])
+    steps = TensorDict({**row, "achieved_goal": position, "desired_goal": goal}, [9])
     transform = HindsightRelabel(1.0, compute_terminated=lambda achieved, desired, info: achieved == desired)
     buffer = EpisodicReplayBuffer(steps[0], 1, transform=transform, max_length=16)
     for step in steps:
         buffer.add_batch(step.unsqueeze(0))
     if batch_length == 1:
         batch = buffer.sample(300)
-        where = batch["index"]
+        cells = batch["index"]
     else:
         batch, _ = buffer.get_batch(300, batch_length)
-        whole = batch["step_type"][:, 0] != LAST
-        batch, where = batch[whole][:, -1], batch["index"][whole][:, -1]
-    kind, discount = batch["step_type"], batch["discount"]
-    reached, first = (batch["achieved_goal"] == batch["desired_goal"]).squeeze(-1), kinds[where] == FIRST
-    assert torch.equal(kind == FIRST, first)
-    assert torch.equal(discount == 0, reached & ~first)
-    cut = where == 6
-    assert torch.equal(kind == LAST, (reached & ~first) | cut)
-    assert torch.equal(batch["reward"] == 0, reached)
-    assert (reached & ~first).any()
-    assert not reached.all()
+        is_one_episode = batch["step_type"][:, 0] != LAST
+        batch, cells = batch[is_one_episode][:, -1], batch["index"][is_one_episode][:, -1]
+    step_type, discount = batch["step_type"], batch["discount"]
+    is_at_goal, is_first = (batch["achieved_goal"] == batch["desired_goal"]).squeeze(-1), step_types[cells] == FIRST
+    assert torch.equal(step_type == FIRST, is_first)
+    assert torch.equal(discount == 0, is_at_goal & ~is_first)
+    cut = cells == 6
+    assert torch.equal(step_type == LAST, (is_at_goal & ~is_first) | cut)
+    assert torch.equal(batch["reward"] == 0, is_at_goal)
+    assert (is_at_goal & ~is_first).any()
+    assert not is_at_goal.all()
 
 
 class CarelessGoals:
@@ -322,13 +324,13 @@ class CarelessGoals:
 
 @pytest.mark.parametrize("takes_many", [True, False])
 @pytest.mark.parametrize("shape", [(40,), (8, 5), (1,)])
-def test_environment_that_overwrites_the_goals_it_is_given_changes_nothing_stored(shape, takes_many) -> None:
+def test_environment_that_overwrites_goals_does_not_change_stored_steps(shape, takes_many) -> None:
     draw = torch.Generator().manual_seed(0)
     achieved, desired, speed = (torch.rand(*shape, 2, generator=draw, dtype=torch.float64) for _ in range(3))
-    before = achieved.clone(), desired.clone(), speed.clone()
+    originals = achieved.clone(), desired.clone(), speed.clone()
     function = EnvironmentFunction(CarelessGoals(takes_many).compute_reward)
     for _ in range(3):
-        found = function(achieved, desired, {"speed": speed}.get, len(shape)).clone()
-        torch.testing.assert_close(found, (before[0] - before[1]).abs().sum(-1) + before[2].sum(-1))
-    for value, was in zip((achieved, desired, speed), before, strict=True):
-        assert torch.equal(value, was)
+        rewards = function(achieved, desired, {"speed": speed}.get, len(shape)).clone()
+        torch.testing.assert_close(rewards, (originals[0] - originals[1]).abs().sum(-1) + originals[2].sum(-1))
+    for value, original in zip((achieved, desired, speed), originals, strict=True):
+        assert torch.equal(value, original)

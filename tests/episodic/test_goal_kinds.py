@@ -32,7 +32,7 @@ UNREACHED = 99
 
 
 def number(shape: list[int], dtype: torch.dtype) -> Any:
-    return lambda place: place.view(-1, *shape).to(dtype)
+    return lambda position: position.view(-1, *shape).to(dtype)
 
 
 NUMBERS = {
@@ -41,27 +41,29 @@ NUMBERS = {
     for shape in ([], [1])
 }
 OTHERS: dict[str, Any] = {
-    "integers": lambda place: place.view(-1, 1).repeat(1, 2).long(),
-    "bytes": lambda place: place.view(-1, 1).repeat(1, 3).to(torch.uint8),
-    "flags": lambda place: torch.stack([place > 7, place == UNREACHED], -1),
-    "images": lambda place: place.view(-1, 1, 1, 1).repeat(1, 1, 6, 6).to(torch.uint8),
-    "floating-point images": lambda place: place.view(-1, 1, 1, 1).repeat(1, 1, 6, 6).float(),
-    "matrices": lambda place: place.view(-1, 1, 1).repeat(1, 2, 2).float(),
-    "nested": lambda place: TensorDict({"x": place.view(-1, 1).float()}, [len(place)]),
-    "nested twice": lambda place: TensorDict({"a": {"x": place.view(-1, 1).float()}, "b": place}, [len(place)]),
+    "integers": lambda position: position.view(-1, 1).repeat(1, 2).long(),
+    "bytes": lambda position: position.view(-1, 1).repeat(1, 3).to(torch.uint8),
+    "flags": lambda position: torch.stack([position > 7, position == UNREACHED], -1),
+    "images": lambda position: position.view(-1, 1, 1, 1).repeat(1, 1, 6, 6).to(torch.uint8),
+    "floating-point images": lambda position: position.view(-1, 1, 1, 1).repeat(1, 1, 6, 6).float(),
+    "matrices": lambda position: position.view(-1, 1, 1).repeat(1, 2, 2).float(),
+    "nested": lambda position: TensorDict({"x": position.view(-1, 1).float()}, [len(position)]),
+    "nested twice": lambda position: TensorDict(
+        {"a": {"x": position.view(-1, 1).float()}, "b": position}, [len(position)]
+    ),
 }
 
 
 def walk(make: Any, lengths: tuple[int, ...] = (5, STEPS - 5), envs: int = 1) -> TensorDict:
     """Return steps of each environment, time-major, whose goals are made of places that count up."""
-    place = torch.arange(sum(lengths)).double().repeat_interleave(envs)
-    goal, end = make(torch.full_like(place, UNREACHED)), torch.zeros(len(place), 1, dtype=torch.bool)
+    position = torch.arange(sum(lengths)).double().repeat_interleave(envs)
+    goal, end = make(torch.full_like(position, UNREACHED)), torch.zeros(len(position), 1, dtype=torch.bool)
     for last in np.cumsum(lengths):
         end[(last - 1) * envs : last * envs] = True
-    after = {"achieved_goal": make(place + 1), "desired_goal": goal.clone(), "reward": -torch.ones(len(place), 1)}
-    after |= {"done": end, "terminated": torch.zeros_like(end), "place": place + 1}
+    after = {"achieved_goal": make(position + 1), "desired_goal": goal.clone(), "reward": -torch.ones(len(position), 1)}
+    after |= {"done": end, "terminated": torch.zeros_like(end), "place": position + 1}
     steps = TensorDict(
-        {"achieved_goal": make(place), "desired_goal": goal, "place": place, "next": after}, [len(place)]
+        {"achieved_goal": make(position), "desired_goal": goal, "place": position, "next": after}, [len(position)]
     )
     if envs == 1:
         return steps
@@ -111,12 +113,12 @@ def test_single_numbers_are_relabelled_by_the_default_reward(kind, sampler, envs
     end = torch.where(cell < 5, 5, STEPS)
     for row in range(len(batch)):
         reached = torch.arange(int(cell[row]) + 1, min(int(cell[row]) + n_steps, int(end[row])) + 1)
-        reward = sum(0.99**k * (float(place == goal[row]) - 1) for k, place in enumerate(reached))
+        reward = sum(0.99**k * (float(position == goal[row]) - 1) for k, position in enumerate(reached))
         assert float(batch["next", "reward"][row]) == pytest.approx(reward)
         assert goal[row] in (UNREACHED, *range(int(cell[row]) + 1, int(end[row]) + 1))
 
 
-def test_single_number_and_a_vector_of_one_are_compared() -> None:
+def test_number_and_vector_of_one_are_compared() -> None:
     data = walk(NUMBERS["float32 []"])
     data["desired_goal"], data["next", "desired_goal"] = (data["desired_goal"].unsqueeze(1) for _ in range(2))
     batch = ring(32, transform=HindsightRelabel(1.0), data=data).sample(60)
@@ -129,18 +131,18 @@ def test_single_number_and_a_vector_of_one_are_compared() -> None:
 @pytest.mark.parametrize("kind", ["float32 []", "float32 [1]", "int64 []"])
 @pytest.mark.parametrize("batch_length", [1, 2])
 def test_time_steps_with_single_numbers_are_relabelled(kind: str, batch_length: int) -> None:
-    make, kinds = NUMBERS[kind], torch.tensor([0, 1, 1, 2, 0, 1, 2, 0, 1])
-    place = torch.arange(9.0).double()
-    row = {"step_type": kinds, "discount": torch.ones(9), "reward": -torch.ones(9)}
+    make, step_types = NUMBERS[kind], torch.tensor([0, 1, 1, 2, 0, 1, 2, 0, 1])
+    position = torch.arange(9.0).double()
+    row = {"step_type": step_types, "discount": torch.ones(9), "reward": -torch.ones(9)}
     row["reward"][[0, 4, 7]] = 0.0
-    goals = {"achieved_goal": make(place), "desired_goal": make(torch.full_like(place, UNREACHED))}
+    goals = {"achieved_goal": make(position), "desired_goal": make(torch.full_like(position, UNREACHED))}
     steps = TensorDict({**row, **goals}, [9])
     buffer = EpisodicReplayBuffer(steps[0], 1, transform=HindsightRelabel(1.0), max_length=16)
     for step in steps:
         buffer.add_batch(step.unsqueeze(0))
     batch = buffer.sample(300) if batch_length == 1 else buffer.get_batch(300, batch_length)[0]
-    own = batch["desired_goal"].reshape(300, -1) == UNREACHED
-    relabelled = batch[~own.any(1)].flatten()
+    is_unchanged = batch["desired_goal"].reshape(300, -1) == UNREACHED
+    relabelled = batch[~is_unchanged.any(1)].flatten()
     reached = places(relabelled["achieved_goal"]) == places(relabelled["desired_goal"])
     assert torch.equal(relabelled["reward"] == 0, reached)
     assert reached.any()
@@ -148,7 +150,7 @@ def test_time_steps_with_single_numbers_are_relabelled(kind: str, batch_length: 
 
 @pytest.mark.parametrize("kind", OTHERS)
 @pytest.mark.parametrize(("sampler", "n_steps"), [(None, 1), (WINDOWS, 1), (None, 3)])
-def test_other_kinds_name_compute_reward_and_change_nothing(kind: str, sampler: Any, n_steps: int) -> None:
+def test_unsupported_goals_raise_an_error_and_change_nothing(kind: str, sampler: Any, n_steps: int) -> None:
     buffer = buffer_of(OTHERS[kind], sampler, n_steps=n_steps)
     stored = buffer.storage.get(torch.arange(STEPS)).clone()
     for _ in range(3):
@@ -165,7 +167,7 @@ def test_other_kinds_name_compute_reward_and_change_nothing(kind: str, sampler: 
 
 @pytest.mark.parametrize("kind", [*OTHERS, "float32 []", "int64 [1]"])
 @pytest.mark.parametrize(("sampler", "n_steps"), [(None, 1), (WINDOWS, 1), (WINDOWS, 3)])
-def test_given_reward_compares_goals_of_any_kind(kind: str, sampler: Any, n_steps: int) -> None:
+def test_compute_reward_compares_goals_of_any_kind(kind: str, sampler: Any, n_steps: int) -> None:
     make = (OTHERS | NUMBERS)[kind]
     buffer = buffer_of(make, sampler, n_steps=n_steps, compute_reward=same, skip_reached=n_steps == 3)
     stored = buffer.storage.get(torch.arange(STEPS)).clone()
@@ -179,7 +181,7 @@ def test_given_reward_compares_goals_of_any_kind(kind: str, sampler: Any, n_step
     assert (buffer.storage.get(torch.arange(STEPS)) == stored).all()
 
 
-def test_goal_function_may_make_numbers_of_images() -> None:
+def test_goal_function_converts_images_to_numbers() -> None:
     def brightness(image: torch.Tensor) -> torch.Tensor:
         return image.double().flatten(-3).mean(-1)
 
@@ -191,14 +193,16 @@ def test_goal_function_may_make_numbers_of_images() -> None:
     assert torch.equal(batch["next", "reward"].squeeze(1), reached.float() - 1)
 
 
-@pytest.mark.parametrize("goal", [lambda place: place.long().repeat(1, 2), lambda place: place.view(-1, 1, 1)])
-def test_goal_function_that_makes_other_kinds_names_compute_reward(goal: Any) -> None:
+@pytest.mark.parametrize(
+    "goal", [lambda position: position.long().repeat(1, 2), lambda position: position.view(-1, 1, 1)]
+)
+def test_goal_function_with_unsupported_result_is_rejected(goal: Any) -> None:
     buffer = buffer_of(NUMBERS["float32 [1]"], goal=goal)
     with pytest.raises(ValueError, match=r"goals.*compute_reward="):
         buffer.sample(60)
 
 
-def test_nothing_is_refused_if_nothing_is_relabelled() -> None:
+def test_her_proportion_zero_accepts_any_goals() -> None:
     buffer = ring(32, transform=HindsightRelabel(0.0), data=walk(OTHERS["images"]))
     assert (buffer.sample(60)["desired_goal"] == UNREACHED).all()
 
@@ -270,7 +274,7 @@ def source_of(data: ReplayDataModule) -> Any:
 
 @pytest.mark.parametrize("kind", SPACES)
 @pytest.mark.parametrize("mixes", [False, True])
-def test_run_over_goals_of_another_kind_is_refused_before_it_begins(kind: str, mixes: bool) -> None:
+def test_run_with_unsupported_goals_is_rejected_before_it_starts(kind: str, mixes: bool) -> None:
     data = module(partial(Shows, kind), mixes)
     if kind in TAKEN:
         list(data.check_fit())
@@ -290,7 +294,7 @@ def same_of_spaces(achieved: Any, desired: Any, info: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", SPACES)
 @pytest.mark.parametrize(("mixes", "given"), [(False, False), (True, False), (False, True)])
-def test_run_takes_goals_of_any_kind_with_a_reward_for_them(kind: str, mixes: bool, given: bool) -> None:
+def test_run_with_compute_reward_accepts_goals_of_any_kind(kind: str, mixes: bool, given: bool) -> None:
     options = {"compute_reward": same_of_spaces} if given else {}
     data = module(partial(Shows if given else Rewards, kind), mixes, **options)
     list(data.check_fit())
@@ -325,7 +329,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize("sampler", [None, WINDOWS])
 @pytest.mark.parametrize("envs", [1, 2])
 @pytest.mark.parametrize("n_steps", [1, 3])
-def test_reward_that_no_relabelled_goal_changes_is_reported_once(sampler, envs, n_steps, caplog) -> None:
+def test_reward_unchanged_by_goals_is_reported_once(sampler, envs, n_steps, caplog) -> None:
     buffer = buffer_of(NUMBERS["float32 [1]"], sampler, envs, n_steps, compute_reward=hidden)
     size = 30 if sampler is None else 10 * 3
     with caplog.at_level(logging.WARNING):
@@ -340,7 +344,7 @@ def test_reward_that_no_relabelled_goal_changes_is_reported_once(sampler, envs, 
     assert "desired_goal" in message
 
 
-def test_warning_comes_with_the_thousandth_row(caplog) -> None:
+def test_warning_is_logged_with_the_thousandth_row(caplog) -> None:
     buffer = buffer_of(NUMBERS["float32 [1]"], compute_reward=hidden)
     with caplog.at_level(logging.WARNING):
         buffer.sample(999)
@@ -349,7 +353,7 @@ def test_warning_comes_with_the_thousandth_row(caplog) -> None:
     assert len(warnings_of(caplog)) == 1
 
 
-def test_rows_that_get_their_own_goal_do_not_count(caplog) -> None:
+def test_rows_with_an_equal_goal_do_not_count(caplog) -> None:
     data = walk(NUMBERS["float32 [1]"], (STEPS,))
     for key in ("desired_goal", ("next", "desired_goal")):
         data[key] = torch.full((STEPS, 1), float(STEPS))
@@ -379,8 +383,8 @@ class Secret(Reach):
 
     def __init__(self) -> None:
         super().__init__()
-        place = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
-        self.observation_space = gym.spaces.Dict({**self.observation_space.spaces, "secret": place})
+        position = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
+        self.observation_space = gym.spaces.Dict({**self.observation_space.spaces, "secret": position})
         self.rewards = np.zeros(4096)
 
     def compute_reward(self, achieved: Any, desired: Any, info: Any) -> Any:
@@ -407,7 +411,7 @@ class Open(Secret):
 
 @pytest.mark.parametrize("mixes", [False, True])
 @pytest.mark.parametrize("env", [Secret, Open])
-def test_run_reports_a_reward_of_the_environment_without_effect(env: Any, mixes: bool, caplog: Any) -> None:
+def test_run_reports_a_reward_that_ignores_relabelled_goals(env: Any, mixes: bool, caplog: Any) -> None:
     data = module(env, mixes)
     data.setup("fit")
     for buffer in source_of(data).buffers if mixes else [data.buffer]:
@@ -419,11 +423,11 @@ def test_run_reports_a_reward_of_the_environment_without_effect(env: Any, mixes:
     assert len(warnings_of(caplog)) == (env is Secret)
 
 
-def test_time_steps_whose_first_reward_was_not_earned_are_reported(caplog) -> None:
+def test_first_time_step_reward_does_not_count_as_changed(caplog) -> None:
     kinds = torch.tensor([0, 1, 1, 2, 0, 1, 2])
-    place = torch.arange(7.0)
-    row = {"step_type": kinds, "discount": torch.ones(7), "reward": -(kinds != 0).float(), "place": place}
-    steps = TensorDict({**row, "achieved_goal": place, "desired_goal": torch.full((7,), float(UNREACHED))}, [7])
+    position = torch.arange(7.0)
+    row = {"step_type": kinds, "discount": torch.ones(7), "reward": -(kinds != 0).float(), "place": position}
+    steps = TensorDict({**row, "achieved_goal": position, "desired_goal": torch.full((7,), float(UNREACHED))}, [7])
     transform = HindsightRelabel(1.0, compute_reward=hidden)
     buffer = EpisodicReplayBuffer(steps[0], 1, transform=transform, max_length=16)
     for step in steps:
@@ -434,7 +438,7 @@ def test_time_steps_whose_first_reward_was_not_earned_are_reported(caplog) -> No
     assert len(warnings_of(caplog)) == 1
 
 
-def test_draws_are_those_without_the_count() -> None:
+def test_count_does_not_change_the_draws() -> None:
     generators = [torch.Generator().manual_seed(3) for _ in range(2)]
     batches = []
     for reward, generator in zip((None, hidden), generators, strict=True):
@@ -446,7 +450,7 @@ def test_draws_are_those_without_the_count() -> None:
         assert torch.equal(default["desired_goal"], counted["desired_goal"])
 
 
-def test_environment_is_told_to_buffers_beside_the_first() -> None:
+def test_environment_functions_reach_all_buffers() -> None:
     data = module(Open, mixes=True)
     data.setup("fit")
     _, other = source_of(data).buffers

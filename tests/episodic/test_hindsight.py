@@ -21,11 +21,11 @@ from torchrl_lightning import (
 FIRST, LAST = 0, 2
 
 
-class Injected(HindsightRelabel):
+class GivenDraws(HindsightRelabel):
     """Hindsight that draws what it is given."""
 
     def inject(self, *draws):
-        self.draws = [torch.as_tensor(each, dtype=torch.float64) for each in draws]
+        self.draws = [torch.as_tensor(values, dtype=torch.float64) for values in draws]
         return self
 
     def draw(self, count):
@@ -45,13 +45,13 @@ def golden():
     return data
 
 
-def test_golden_windows_of_two_time_steps(golden):
-    kinds = torch.from_numpy(golden["step_type"])
+def test_windows_of_two_time_steps_equal_golden_draws(golden):
+    step_types = torch.from_numpy(golden["step_type"])
     length = int(golden["config_E_L_n_B"][1])
-    relabel = Injected(her_proportion=float(golden["proportion"]), reward_key="reward")
+    relabel = GivenDraws(her_proportion=float(golden["proportion"]), reward_key="reward")
     storage = RingStorage(2 * length)
     buffer = ExperienceBuffer(storage=storage, writer=RingWriter(2, done_key="last"), transform=relabel)
-    for step, achieved in zip(kinds, golden["achieved"], strict=True):
+    for step, achieved in zip(step_types, golden["achieved"], strict=True):
         flags = {"last": (step == LAST).unsqueeze(-1), "is_init": (step == FIRST).unsqueeze(-1)}
         goals = {"achieved_goal": torch.tensor(achieved).float().unsqueeze(-1), "desired_goal": torch.zeros(2, 1)}
         buffer.extend(TensorDict({**flags, **goals, "reward": torch.full((2, 1), -1.0)}, [2]))
@@ -66,42 +66,48 @@ def test_golden_windows_of_two_time_steps(golden):
     assert (batch["reward"].squeeze(-1).numpy()[~kept] == -1).all()
 
 
-def test_golden_single_steps(golden):
-    kinds, achieved = golden["step_type"], golden["achieved"]
-    relabel = Injected(her_proportion=float(golden["proportion"]))
+def test_single_steps_equal_golden_draws(golden):
+    step_types, achieved = golden["step_type"], golden["achieved"]
+    relabel = GivenDraws(her_proportion=float(golden["proportion"]))
     storage = RingStorage(2 * 31)
     buffer = ExperienceBuffer(storage=storage, num_envs=2, transform=relabel)
     cell_of = {}
-    for t in range(len(kinds) - 1):
-        env = np.flatnonzero(kinds[t] != LAST)
-        now, then = (torch.tensor(achieved[s, env]).float().unsqueeze(-1) for s in (t, t + 1))
-        done = torch.tensor(kinds[t + 1, env] == LAST).unsqueeze(-1)
-        after = {"achieved_goal": then, "reward": torch.full((len(env), 1), -1.0), "done": done}
+    for t in range(len(step_types) - 1):
+        env = np.flatnonzero(step_types[t] != LAST)
+        achieved_goal, next_achieved_goal = (torch.tensor(achieved[s, env]).float().unsqueeze(-1) for s in (t, t + 1))
+        done = torch.tensor(step_types[t + 1, env] == LAST).unsqueeze(-1)
+        next_data = {"achieved_goal": next_achieved_goal, "reward": torch.full((len(env), 1), -1.0), "done": done}
         if len(env):
             step = TensorDict(
-                {"achieved_goal": now, "desired_goal": torch.zeros(len(env), 1), "next": after}, [len(env)]
+                {"achieved_goal": achieved_goal, "desired_goal": torch.zeros(len(env), 1), "next": next_data},
+                [len(env)],
             )
             cells = buffer.extend(step, env_ids=torch.from_numpy(env))
             cell_of.update({(int(e), t): int(c) for e, c in zip(env, cells, strict=True)})
-    kept = ~golden["straddles"]
-    pairs = zip(golden["env_ids"][kept], golden["positions"][kept], strict=True)
+    is_one_episode = ~golden["straddles"]
+    pairs = zip(golden["env_ids"][is_one_episode], golden["positions"][is_one_episode], strict=True)
     index = torch.tensor([cell_of[int(e), int(p)] for e, p in pairs])
     batch = storage.get(index).set("index", index)
-    relabel.inject(golden["u_select"][kept], golden["u_future"])(batch)
-    goals = np.where(golden["relabelled"], golden["goal"][:, 0], 0.0)[kept]
+    relabel.inject(golden["u_select"][is_one_episode], golden["u_future"])(batch)
+    goals = np.where(golden["relabelled"], golden["goal"][:, 0], 0.0)[is_one_episode]
     np.testing.assert_allclose(batch["desired_goal"].squeeze(-1).numpy(), goals, rtol=1e-6)
-    np.testing.assert_array_equal(batch["next", "reward"].squeeze(-1).numpy(), golden["reward"][kept, 1])
+    np.testing.assert_array_equal(batch["next", "reward"].squeeze(-1).numpy(), golden["reward"][is_one_episode, 1])
 
 
 def walk(lengths: list[int], goal: float = -5.0) -> TensorDict:
     """Episodes in which place ``i`` is achieved by step ``i``, counted over all of them."""
-    place = torch.arange(float(sum(lengths))).unsqueeze(-1)
-    done = torch.zeros_like(place, dtype=torch.bool)
+    position = torch.arange(float(sum(lengths))).unsqueeze(-1)
+    done = torch.zeros_like(position, dtype=torch.bool)
     done[torch.tensor(lengths).cumsum(0) - 1] = True
-    goals = torch.full_like(place, goal)
-    after = {"achieved_goal": place + 1, "desired_goal": goals, "reward": -torch.ones_like(place), "done": done}
-    after |= {"terminated": torch.zeros_like(done), "truncated": done}
-    return TensorDict({"achieved_goal": place, "desired_goal": goals, "next": after}, [len(place)])
+    goals = torch.full_like(position, goal)
+    next_data = {
+        "achieved_goal": position + 1,
+        "desired_goal": goals,
+        "reward": -torch.ones_like(position),
+        "done": done,
+    }
+    next_data |= {"terminated": torch.zeros_like(done), "truncated": done}
+    return TensorDict({"achieved_goal": position, "desired_goal": goals, "next": next_data}, [len(position)])
 
 
 def relabelling(length: int, lengths: list[int], batch_size: int, sampler=None, **options) -> ExperienceBuffer:
@@ -109,7 +115,7 @@ def relabelling(length: int, lengths: list[int], batch_size: int, sampler=None, 
     return ring(length, sampler=sampler, transform=transform, batch_size=batch_size, data=walk(lengths))
 
 
-def test_future_goals_are_uniform_over_the_rest_of_the_episode():
+def test_future_goals_are_uniform_over_the_remaining_episode():
     buffer = relabelling(32, [3, 8, 5], 40_000)
     batch = buffer.sample()
     step = batch["index"]
@@ -120,7 +126,7 @@ def test_future_goals_are_uniform_over_the_rest_of_the_episode():
             assert chi_square(goal[step == begin], likely) < len(likely) + 5 * (2 * len(likely)) ** 0.5
 
 
-def test_episode_goals_are_uniform_over_all_of_the_episode_and_final_ones_its_end():
+def test_episode_goals_are_uniform_and_final_goals_are_the_last():
     buffer = relabelling(32, [3, 8, 5], 40_000, strategy="episode")
     batch = buffer.sample()
     step, goal = batch["index"], batch["desired_goal"].squeeze(-1).long() - 1
@@ -138,9 +144,9 @@ def test_episode_goals_are_uniform_over_all_of_the_episode_and_final_ones_its_en
 
 @pytest.mark.parametrize("strategy", ["future", "episode", "final"])
 @pytest.mark.parametrize("sampler", [None, SequenceSampler(3)])
-def test_goals_of_each_strategy_are_those_of_a_brute_force_twin(strategy, sampler):
+def test_goals_of_each_strategy_equal_brute_force(strategy, sampler):
     lengths = [3, 8, 5]
-    transform = Injected(1.0, strategy=strategy)
+    transform = GivenDraws(1.0, strategy=strategy)
     buffer = ring(32, 1, sampler, transform=transform, batch_size=200, data=walk(lengths))
     numbers = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for _ in range(2):  # the first batch is checked
@@ -154,7 +160,7 @@ def test_goals_of_each_strategy_are_those_of_a_brute_force_twin(strategy, sample
         assert (batch["desired_goal"][row] == goal).all()
 
 
-def test_her_proportion_of_the_samples_are_relabelled_and_the_others_stay():
+def test_her_proportion_sets_the_fraction_of_relabelled_samples():
     buffer = relabelling(32, [3, 8, 5], 10_000, her_proportion=0.25)
     batch = buffer.sample()
     relabelled = batch["desired_goal"].squeeze(-1) != -5
@@ -168,14 +174,14 @@ def test_her_proportion_of_the_samples_are_relabelled_and_the_others_stay():
 @pytest.mark.parametrize("strategy", ["future", "episode", "final"])
 @pytest.mark.parametrize("sampler", [None, SequenceSampler(3)])
 @pytest.mark.parametrize("n_steps", [1, 2])
-def test_goals_that_were_reached_before_may_be_left_out(strategy, sampler, n_steps):
+def test_skip_reached_excludes_goals_already_reached(strategy, sampler, n_steps):
     data = walk([12])
     moved = torch.tensor([0.0, 0, 0, 0, 0, 1, 2, 2, 3, 3, 3, 3, 3]).unsqueeze(-1)  # rests, moves, rests, moves, rests
     data["achieved_goal"], data["next", "achieved_goal"] = moved[:-1], moved[1:]
     numbers = torch.rand(300, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     goals = {}
     for skips in (False, True):
-        transform = Injected(1.0, strategy=strategy, skip_reached=skips)
+        transform = GivenDraws(1.0, strategy=strategy, skip_reached=skips)
         steps = {"n_steps": n_steps, "gamma": 0.9}
         made = ring(32, 1, sampler, transform=transform, batch_size=300, data=data, seed=0, **steps)
         transform.inject(torch.zeros(300), numbers)
@@ -197,7 +203,7 @@ def test_stored_steps_never_change():
 
 
 @pytest.mark.parametrize("ends", ["across", "inside", "pad"])
-def test_window_has_one_goal_unless_it_straddles_the_end_of_an_episode(ends):
+def test_window_has_one_goal_unless_it_crosses_an_episode_end(ends):
     sampler = SequenceSampler(4, episode_ends=ends)
     batch = relabelling(32, [3, 8, 5], 500, sampler).sample()
     goal, step = batch["desired_goal"].squeeze(-1), batch["index"]
@@ -213,7 +219,7 @@ def test_window_has_one_goal_unless_it_straddles_the_end_of_an_episode(ends):
 
 
 @pytest.mark.parametrize("strategy", ["future", "episode", "final"])
-def test_unfinished_and_a_headless_episode_count_as_far_as_they_are_stored(strategy):
+def test_partial_episodes_count_as_far_as_they_are_stored(strategy):
     buffer = relabelling(8, [6], 1000, strategy=strategy)
     buffer.extend(walk([6, 6])[6:10])  # the first two steps of the first episode go; the second has four steps so far
     batch = buffer.sample()
@@ -226,7 +232,7 @@ def test_unfinished_and_a_headless_episode_count_as_far_as_they_are_stored(strat
 @pytest.mark.parametrize("strategy", ["future", "episode", "final"])
 @pytest.mark.parametrize("ends_at_goal", [False, True])
 @pytest.mark.parametrize("sampler", [None, SequenceSampler(3)])
-def test_returns_of_several_steps_are_those_of_a_brute_force_twin(strategy, ends_at_goal, sampler):
+def test_n_step_returns_equal_brute_force(strategy, ends_at_goal, sampler):
     def reward(achieved, desired, info):
         return (achieved - desired).abs() * 0.1
 
@@ -266,7 +272,7 @@ def test_returns_of_several_steps_are_those_of_a_brute_force_twin(strategy, ends
     assert (buffer.storage.get(torch.arange(16)) == data).all()
 
 
-def test_flags_stay_or_are_made_anew():
+def test_flags_stay_or_are_recomputed():
     plain = relabelling(32, [3, 8, 5], 300).sample()
     assert torch.equal(plain["next", "done"].squeeze(-1), torch.isin(plain["index"], torch.tensor([2, 10, 15])))
     batch = relabelling(32, [3, 8, 5], 300, compute_terminated=lambda a, d, _: (a == d).numpy()).sample()
@@ -277,7 +283,7 @@ def test_flags_stay_or_are_made_anew():
     assert torch.equal(batch["next", "done"], reached)
 
 
-def test_goals_may_be_made_of_whole_observations():
+def test_goal_function_converts_complete_observations():
     def reward(achieved, desired, info):
         assert info == {}
         assert achieved.shape == desired.shape == (50, 1)
@@ -295,7 +301,7 @@ def test_goals_may_be_made_of_whole_observations():
     assert torch.equal(batch["next", "reward"], higher.float())
 
 
-def test_what_cannot_be_relabelled_is_refused():
+def test_data_that_cannot_be_relabelled_is_rejected():
     transform = HindsightRelabel(1.0)
     with pytest.raises(ValueError, match="ExperienceBuffer"):
         transform(walk([4]).set("index", torch.arange(4)))
@@ -305,18 +311,18 @@ def test_what_cannot_be_relabelled_is_refused():
     buffer.extend(walk([4]))
     with pytest.raises(KeyError, match="the cells that a batch was read from"):
         transform(walk([4]))
-    with pytest.raises(KeyError, match=r"HindsightRelabel.*desired_goal"):
+    with pytest.raises(KeyError, match="desired_goal"):
         transform(walk([4]).exclude("desired_goal").set("index", torch.arange(4)))
     three = HindsightRelabel(1.0, compute_reward=lambda achieved, desired, info: torch.zeros(3))
     ring(32, transform=three).extend(walk([4]))
-    with pytest.raises(ValueError, match=r"is \[4, 1\], got \[3\]"):
+    with pytest.raises(ValueError, match=r"\[4, 1\], got \[3\]"):
         three(walk([4]).set("index", torch.arange(4)))
 
 
-def test_folded_rewards_whose_single_steps_are_not_stored_are_refused():
+def test_n_step_rewards_without_single_steps_are_rejected():
     folded = walk([4]).set("steps_to_next_obs", torch.ones(4, dtype=torch.long)).set("gamma", torch.full((4,), 0.99))
     buffer = ring(32, transform=HindsightRelabel(1.0), batch_size=4, data=folded)
-    with pytest.raises(ValueError, match="folded rewards whose single steps are not stored: store transitions"):
+    with pytest.raises(ValueError, match=r"single steps.*n_steps=1"):
         buffer.sample()
     other = walk([4])
     other["next", "other"] = other["next", "reward"]

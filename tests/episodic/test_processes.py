@@ -112,11 +112,11 @@ def write_on(buffer: EpisodicReplayBuffer, envs: list[int], pipe: Any) -> None:
 
 
 def take(buffer: EpisodicReplayBuffer, envs: list[int], pipe: Any) -> None:
-    found: list[int] = []
+    codes: list[int] = []
     while (batch := buffer.dequeue(torch.tensor(envs), 3, blocking=True)) is not None:
         assert is_whole(batch)
-        found += batch["code"].flatten().tolist()
-    pipe.send(found)
+        codes += batch["code"].flatten().tolist()
+    pipe.send(codes)
 
 
 def draw(buffer: EpisodicReplayBuffer, drawn: torch.Tensor, pipe: Any) -> None:
@@ -131,21 +131,21 @@ def draw(buffer: EpisodicReplayBuffer, drawn: torch.Tensor, pipe: Any) -> None:
         drawn += 1
 
 
-def test_every_step_arrives_once() -> None:
+def test_steps_arrive_exactly_once() -> None:
     count = 99
     buffer = build(max_length=16)
     with Crew() as crew:
         readers = [crew.start(take, buffer, list(range(first, ENVS, 2))) for first in (0, 1)]
         firsts = range(0, ENVS, WIDTH)
         writers = [crew.start(write, buffer, [first, first + 1], range(count), True) for first in firsts]
-        assert [crew.answer(each) for each in writers] == [count] * WRITERS
+        assert [crew.answer(writer) for writer in writers] == [count] * WRITERS
         until(lambda: not len(buffer))
         buffer.stop()
-        found = sorted(code for reader in readers for code in crew.answer(reader))
-    assert found == [env * 1_000_000 + number for env in range(ENVS) for number in range(count)]
+        codes = sorted(code for reader in readers for code in crew.answer(reader))
+    assert codes == [env * 1_000_000 + number for env in range(ENVS) for number in range(count)]
 
 
-def test_killed_writer_stops_nobody() -> None:
+def test_killed_writer_does_not_block_other_processes() -> None:
     buffer = build(record_episodic_return=True, gamma=0.5)
     drawn = torch.zeros(2, dtype=torch.int64).share_memory_()
 
@@ -155,7 +155,7 @@ def test_killed_writer_stops_nobody() -> None:
 
     with Crew() as crew:
         writers = [crew.start(write_on, buffer, [first, first + 1]) for first in range(0, ENVS, WIDTH)]
-        assert [crew.answer(each) for each in writers] == ["writing"] * WRITERS
+        assert [crew.answer(writer) for writer in writers] == ["writing"] * WRITERS
         for reader in range(2):
             crew.start(draw, buffer, drawn[reader])
         all_go_on(first=0)
@@ -174,7 +174,7 @@ def test_killed_writer_stops_nobody() -> None:
     assert positions[2::2] == positions[3::2] == written
 
 
-def test_process_killed_again_and_again_tears_nothing() -> None:
+def test_repeatedly_killed_process_leaves_complete_steps() -> None:
     buffer = build(record_episodic_return=True, gamma=0.5)
     buffer.add_batch(rows(torch.arange(ENVS), 0))
     with Crew() as crew:
@@ -194,7 +194,7 @@ def test_process_killed_again_and_again_tears_nothing() -> None:
 
 
 @pytest.mark.parametrize("verb", ["add_batch", "dequeue"])
-def test_stop_wakes_those_that_wait(verb: str) -> None:
+def test_stop_wakes_waiting_processes(verb: str) -> None:
     buffer = build(max_length=3)
     with Crew() as crew:
         if verb == "add_batch":
@@ -216,23 +216,23 @@ def test_stop_wakes_those_that_wait(verb: str) -> None:
 
 
 @pytest.mark.parametrize("verb", ["add_batch", "dequeue"])
-def test_waiting_for_others_ends_after_the_timeout(verb: str) -> None:
+def test_wait_ends_after_the_timeout(verb: str) -> None:
     buffer = build(max_length=1).share(timeout=0.2)
     env = torch.tensor([3])
     if verb == "add_batch":
         buffer.add_batch(rows(env, 0), env)
-    held = len(buffer)
-    act = partial(buffer.add_batch, rows(env, 1), env) if verb == "add_batch" else partial(buffer.dequeue, env)
+    num_stored = len(buffer)
+    wait = partial(buffer.add_batch, rows(env, 1), env) if verb == "add_batch" else partial(buffer.dequeue, env)
     with pytest.raises(TimeoutError) as raised:
-        act(blocking=True)
-    said = str(raised.value)
-    assert said.startswith("No other process removed or wrote steps within timeout=0.2 seconds")
-    assert f"{held} of {ENVS} cells" in said
-    assert "\n" not in said
-    assert len(buffer) == held
+        wait(blocking=True)
+    message = str(raised.value)
+    assert message.startswith("No other process removed or wrote steps within timeout=0.2 seconds")
+    assert f"{num_stored} of {ENVS} cells" in message
+    assert "\n" not in message
+    assert len(buffer) == num_stored
 
 
-def test_processes_wait_again_after_a_revival() -> None:
+def test_processes_wait_again_after_resume() -> None:
     buffer = build(max_length=3)
     buffer.stop()
     buffer.resume()
@@ -259,7 +259,7 @@ def lead(pickled: bytes, pipe: Any) -> None:
         signal.pause()
 
 
-def test_processes_that_got_a_pickle_as_started_ones_do_wait_and_die_as_others() -> None:
+def test_unpickled_buffers_share_waiting_and_stop() -> None:
     buffer = build(max_length=2, record_episodic_return=True, with_replacement=True)
     everybody = torch.arange(ENVS)
     for number in range(2):
@@ -279,7 +279,7 @@ def test_processes_that_got_a_pickle_as_started_ones_do_wait_and_die_as_others()
         assert len(buffer) == ENVS
 
 
-def test_nothing_may_be_overwritten() -> None:
+def test_overwrite_false_rejects_a_full_ring() -> None:
     buffer = build(max_length=2, overwrite=False)
     for number in range(2):
         buffer.add_batch(rows(torch.arange(ENVS), number))
@@ -291,7 +291,7 @@ def test_nothing_may_be_overwritten() -> None:
     assert buffer.get_field("code", torch.tensor([5, 5]), torch.tensor([1, 2])).flatten().tolist() == [5000001, 5000002]
 
 
-def test_state_is_loaded_before() -> None:
+def test_state_must_be_loaded_before_sharing() -> None:
     buffer = build(max_length=2)
     buffer.add_batch(rows(torch.arange(ENVS), 0))
     other = EpisodicReplayBuffer(rows(torch.tensor([0]), 0)[0], ENVS, 2)

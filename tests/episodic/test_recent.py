@@ -15,11 +15,11 @@ from kit.statistics import chi_square
 from torchrl_lightning import PrioritizedSampler, RecentSampler
 
 
-class Injected(RecentSampler):
+class GivenDraws(RecentSampler):
     """Takes what it draws from a list."""
 
     def inject(self, *numbers: Any) -> None:
-        self.numbers = [np.asarray(each, np.float64) for each in numbers]
+        self.numbers = [np.asarray(values, np.float64) for values in numbers]
 
     def draw(self, count: int) -> Any:
         assert len(self.numbers[0]) == count
@@ -27,11 +27,11 @@ class Injected(RecentSampler):
 
 
 @pytest.mark.parametrize("case", range(8))
-def test_golden_draws_of_alf(case: int) -> None:
+def test_windows_equal_golden_draws_of_alf(case: int) -> None:
     golden = arrays("alf_uniform_and_recent_sampling", f"c{case}_")
     envs, length, adds, count, steps, ignored, ratio, newest, again = golden["config"].tolist()
     options = {"with_replacement": bool(again), "num_earliest_frames_ignored": int(ignored)}
-    sampler = Injected(int(steps), recent_data_steps=int(newest), recent_data_ratio=ratio, **options)
+    sampler = GivenDraws(int(steps), recent_data_steps=int(newest), recent_data_ratio=ratio, **options)
     buffer = ring(int(length), int(envs), sampler)
     for _ in range(int(adds)):
         write(buffer)
@@ -51,7 +51,7 @@ def test_golden_draws_of_alf(case: int) -> None:
 
 
 @pytest.mark.parametrize("with_replacement", [False, True])
-def test_every_beginning_of_an_environment_is_equally_likely(with_replacement: bool) -> None:
+def test_start_positions_of_an_environment_are_equally_likely(with_replacement: bool) -> None:
     buffer = ring(7, 3, RecentSampler(3, with_replacement=with_replacement, num_earliest_frames_ignored=1))
     for step in range(10):
         write(buffer, *range(1 + step % 2))
@@ -75,7 +75,7 @@ def test_draws_are_spread_evenly() -> None:
     assert sorted(few.values()) == [3, 4]
 
 
-def test_recent_windows_come_first_and_only_where_there_are_enough_others() -> None:
+def test_recent_windows_come_first_if_enough_others_exist() -> None:
     buffer = ring(40, 2, RecentSampler(2, recent_data_steps=4, recent_data_ratio=0.3, num_earliest_frames_ignored=1))
     for stored in range(1, 60):
         write(buffer)
@@ -104,9 +104,7 @@ def histories(draw: st.DrawFn) -> tuple[int, int, int, int, list[list[int]]]:
 
 @settings(max_examples=25, deadline=None)
 @given(history=histories(), ratio=st.sampled_from([0.0, 0.5, 1.0]))
-def test_beginnings_equal_those_of_plain_lists(
-    history: tuple[int, int, int, int, list[list[int]]], ratio: float
-) -> None:
+def test_start_positions_equal_plain_lists(history: tuple[int, int, int, int, list[list[int]]], ratio: float) -> None:
     num_envs, length, steps, ignored, writes = history
     sampler = RecentSampler(steps, num_earliest_frames_ignored=ignored, recent_data_steps=2, recent_data_ratio=ratio)
     buffer = ring(length, num_envs, sampler)
@@ -115,7 +113,11 @@ def test_beginnings_equal_those_of_plain_lists(
         for env in envs:
             stored[env] = [*stored[env], stored[env][-1] + 1 if stored[env] else 0][-length:]
         write(buffer, *sorted(envs))
-        allowed = {(env, each[i]) for env, each in enumerate(stored) for i in range(ignored, len(each) - steps + 1)}
+        allowed = {
+            (env, ring_positions[i])
+            for env, ring_positions in enumerate(stored)
+            for i in range(ignored, len(ring_positions) - steps + 1)
+        }
         if not allowed:
             with pytest.raises(ValueError, match="batch_length"):
                 buffer.sample(4)
@@ -124,9 +126,9 @@ def test_beginnings_equal_those_of_plain_lists(
         newest = {
             (env, position) for env, position in allowed if position + steps + 1 >= len(stored[env]) + stored[env][0]
         }
-        enough = (sum(map(len, stored)) / num_envs - (steps - 1 + ignored)) * ratio > 2
+        has_enough = (sum(map(len, stored)) / num_envs - (steps - 1 + ignored)) * ratio > 2
         drawn = starts_of(batch)
-        assert set(drawn[: int(64 * ratio)] if enough else drawn) == (newest if enough else allowed)
+        assert set(drawn[: int(64 * ratio)] if has_enough else drawn) == (newest if has_enough else allowed)
         assert set(drawn) <= allowed
         for key in ("env", "position"):
             gap = int(key == "position")
@@ -134,16 +136,16 @@ def test_beginnings_equal_those_of_plain_lists(
 
 
 @pytest.mark.parametrize("inner", [False, True])
-def test_single_steps_are_the_first_of_windows(inner: bool) -> None:
-    found = []
+def test_single_steps_equal_the_first_steps_of_windows(inner: bool) -> None:
+    batches = []
     for length in (1, None):
         sampler = RecentSampler(recent_data_ratio=0.5, prioritized=prioritized(40) if inner else None)
         buffer = ring(20, 2, sampler)
         buffer.sample_options = {"batch_length": length}
         for _ in range(9):
             write(buffer)
-        found.append(buffer.sample(8))
-    windows, steps = found
+        batches.append(buffer.sample(8))
+    windows, steps = batches
     assert steps.shape == (8,)
     assert all(windows[key][:, 0].equal(steps[key]) for key in steps.sorted_keys)
 
@@ -152,7 +154,7 @@ def prioritized(cells: int, ignored: int = 0) -> PrioritizedSampler:
     return PrioritizedSampler(cells, 1.0, 1.0, eps=0.0, batch_length=1, num_earliest_frames_ignored=ignored)
 
 
-def test_recent_windows_beside_prioritized_ones() -> None:
+def test_recent_windows_combine_with_prioritized_windows() -> None:
     inner = prioritized(80, 1)
     sampler = RecentSampler(
         2, recent_data_steps=4, recent_data_ratio=0.25, num_earliest_frames_ignored=1, prioritized=inner
@@ -188,10 +190,10 @@ def test_recent_windows_beside_prioritized_ones() -> None:
 
 def recent_windows(sampler: RecentSampler, buffer: Any, count: int) -> int:
     """How many windows of a batch are drawn from the newest ones."""
-    return sampler._recent(buffer.writer, count, 1)
+    return sampler._count_recent(buffer.writer, count, 1)
 
 
-def test_decimal_share_is_not_rounded_up_by_a_window() -> None:
+def test_recent_ratio_is_not_rounded_up_by_a_window() -> None:
     """0.07 * 100 is 7.000000000000001 as a floating-point number."""
     sampler = RecentSampler(recent_data_steps=1)
     writer = ring(400, 1, sampler)
@@ -204,7 +206,7 @@ def test_decimal_share_is_not_rounded_up_by_a_window() -> None:
             assert recent_windows(sampler, writer, count) == expected, (percent, count)
 
 
-def test_enough_beginnings_are_counted_without_rounding() -> None:
+def test_start_positions_are_counted_without_rounding() -> None:
     """A buffer of 100 beginnings gives as many of the newest 7 by even draws, so that none is drawn apart."""
     sampler = RecentSampler(recent_data_steps=7, recent_data_ratio=0.07)
     buffer = ring(400, 1, sampler)

@@ -22,29 +22,29 @@ from torchrl_lightning.replay.n_step import NStepReturns
 FIRST, LAST = 0, 2
 
 
-def test_golden_and_right_where_an_episode_begins_inside_a_window() -> None:
+def test_stacks_equal_golden_values_across_episode_starts() -> None:
     data = arrays("alf_frame_stack_and_her", "fs_")
     num_envs, length, _, count, steps = data["config_E_L_n_stack_len"].tolist()
-    kinds = torch.from_numpy(data["step_type"])
+    step_types = torch.from_numpy(data["step_type"])
     storage = RingStorage(num_envs * length)
     stack = FrameStackTransform(count)
     buffer = ExperienceBuffer(storage=storage, writer=RingWriter(num_envs, done_key="last"), transform=stack)
-    for t, kind in enumerate(kinds):
+    for t, step_type in enumerate(step_types):
         frame = (t + 1000.0 * torch.arange(num_envs)).view(num_envs, 1, 1)
-        flags = {"last": (kind == LAST).unsqueeze(-1), "is_init": (kind == FIRST).unsqueeze(-1)}
+        flags = {"last": (step_type == LAST).unsqueeze(-1), "is_init": (step_type == FIRST).unsqueeze(-1)}
         buffer.extend(TensorDict({"observation": frame, **flags}, [num_envs]))
     env, position = torch.from_numpy(data["env_ids"]), torch.from_numpy(data["positions"])
     windows = position.unsqueeze(1) + torch.arange(steps)
     cells = buffer.writer.cell(env.unsqueeze(1), windows)
     batch = stack(storage.get(cells).set("index", cells))
-    found = batch["observation"].flatten(2).numpy()
-    inside = (kinds[windows[:, 1:], env.unsqueeze(1)] == FIRST).any(1).numpy()
-    assert inside.any()
-    np.testing.assert_array_equal(found[~inside], data["stacked"][~inside])
-    assert (found[inside] != data["stacked"][inside]).any()  # ALF's stacks cross into the episode before
-    for e, row, stacks in zip(env.tolist(), windows.tolist(), found, strict=True):
+    stacked = batch["observation"].flatten(2).numpy()
+    is_crossing = (step_types[windows[:, 1:], env.unsqueeze(1)] == FIRST).any(1).numpy()
+    assert is_crossing.any()
+    np.testing.assert_array_equal(stacked[~is_crossing], data["stacked"][~is_crossing])
+    assert (stacked[is_crossing] != data["stacked"][is_crossing]).any()  # ALF's stacks cross into the episode before
+    for e, row, stacks in zip(env.tolist(), windows.tolist(), stacked, strict=True):
         for p, stack in zip(row, stacks, strict=True):
-            begin = max(q for q in range(p + 1) if kinds[q, e] == FIRST)
+            begin = max(q for q in range(p + 1) if step_types[q, e] == FIRST)
             assert stack.tolist() == [1000 * e + max(p - k, begin) for k in range(count - 1, -1, -1)]
 
 
@@ -65,7 +65,7 @@ def filled(shape, sampler=None, **options):
 
 @pytest.mark.parametrize("shape", [(5, 7), (3, 16, 12), (16, 12, 3)])
 @pytest.mark.parametrize("windows", [False, True])
-def test_stacks_are_those_of_the_recipe(shape, windows):
+def test_stacks_equal_the_recipe(shape, windows):
     ours, plain = filled(shape, SequenceSampler(4, episode_ends="across") if windows else None)
     batch = ours.sample()
     expected = plain.storage.get(batch["index"])
@@ -73,7 +73,7 @@ def test_stacks_are_those_of_the_recipe(shape, windows):
     assert torch.equal(batch["next", "observation"], expected["next", "observation"])
 
 
-def test_folded_steps_have_the_stack_after_the_last_of_them():
+def test_n_step_returns_have_the_stack_after_their_last_step():
     ours, plain = filled((5, 7), n_steps=3)
     batch = ours.sample()
     expected = plain.storage.get(batch["index"], NStepReturns(plain.n_steps, plain.gamma))
@@ -81,7 +81,7 @@ def test_folded_steps_have_the_stack_after_the_last_of_them():
     assert torch.equal(batch["next", "observation"], expected["next", "observation"])
 
 
-def test_what_cannot_be_stacked_is_refused():
+def test_entry_without_images_is_rejected():
     buffer = ring(4, transform=FrameStackTransform(2), batch_size=2)
     buffer.extend(TensorDict({"observation": torch.zeros(3, 5), "next": {"done": torch.zeros(3, 1).bool()}}, [3]))
     with pytest.raises(ValueError, match=r"'observation'.*\[5\]"):

@@ -127,24 +127,24 @@ def rows_of(steps: list[Step], twin: Twin) -> TensorDict:
     frames = torch.tensor([step.frame for step in steps]).view(-1, 1, 1)
     reward = torch.tensor([[step.reward] for step in steps])
     if twin.time_steps:
-        kind = [LAST if step.done else FIRST if step.begins else MID for step in steps]
+        step_types = [LAST if step.done else FIRST if step.begins else MID for step in steps]
         discount = [float(not step.terminated) for step in steps]
-        columns = {"reward": reward, "step_type": torch.tensor(kind), "discount": torch.tensor(discount)}
+        columns = {"reward": reward, "step_type": torch.tensor(step_types), "discount": torch.tensor(discount)}
         return TensorDict({"observation": frames, **columns}, [len(steps)])
     flags = {name: torch.tensor([[getattr(step, name)] for step in steps]) for name in ("begins", "done", "terminated")}
     init = flags.pop("begins")
-    after = {"observation": -frames, "reward": reward, **flags}
-    return TensorDict({"observation": frames, "is_init": init, "next": after}, [len(steps)])
+    next_data = {"observation": -frames, "reward": reward, **flags}
+    return TensorDict({"observation": frames, "is_init": init, "next": next_data}, [len(steps)])
 
 
 def random_steps(rng: np.random.Generator, count: int, twin: Twin) -> list[Step]:
-    found = []
+    steps = []
     for _ in range(count):
         begins, done, terminated = rng.random(3) < (0.15, 0.25, 0.3)
         begins = bool(begins and not (twin.time_steps and done))  # a time step is either
         step = Step(int(rng.integers(1, 1 << 40)), begins, bool(done), bool(terminated), float(rng.integers(-3, 4)))
-        found.append(step)
-    return found
+        steps.append(step)
+    return steps
 
 
 def check(buffer: EpisodicReplayBuffer, twin: Twin, steps: int) -> None:
@@ -156,13 +156,15 @@ def check(buffer: EpisodicReplayBuffer, twin: Twin, steps: int) -> None:
         assert buffer.initial_priority == twin.new_priority
     if stored:
         env, position = torch.tensor(stored).unbind(1)
-        where = [(rings[e], p) for e, p in stored]
-        assert buffer.get_field("observation", env, position).flatten().tolist() == [r.steps[p].frame for r, p in where]
-        assert buffer.get_episode_begin_position(position, env).tolist() == [r.begin(p) for r, p in where]
-        assert buffer.steps_to_episode_end(position, env).tolist() == [r.end(p) - p for r, p in where]
-        assert buffer.get_disc_0_begin_position(position, env).tolist() == [twin.life(r, p) for r, p in where]
+        ring_positions = [(rings[e], p) for e, p in stored]
+        assert buffer.get_field("observation", env, position).flatten().tolist() == [
+            r.steps[p].frame for r, p in ring_positions
+        ]
+        assert buffer.get_episode_begin_position(position, env).tolist() == [r.begin(p) for r, p in ring_positions]
+        assert buffer.steps_to_episode_end(position, env).tolist() == [r.end(p) - p for r, p in ring_positions]
+        assert buffer.get_disc_0_begin_position(position, env).tolist() == [twin.life(r, p) for r, p in ring_positions]
         returns = buffer.get_field("discounted_return", env, position).flatten().tolist()
-        assert returns == pytest.approx([twin.discounted(r, p) for r, p in where], rel=1e-5, abs=1e-5)
+        assert returns == pytest.approx([twin.discounted(r, p) for r, p in ring_positions], rel=1e-5, abs=1e-5)
     allowed = twin.windows(steps)
     if not allowed or ("prioritized" in twin.sampling and not any(allowed.values())):
         with pytest.raises((RuntimeError, ValueError), match=r"0 .*are stored|batch_length|priorities are zero"):
@@ -177,51 +179,51 @@ def check(buffer: EpisodicReplayBuffer, twin: Twin, steps: int) -> None:
     stacks = [[rings[e].stack(p + step) for step in range(steps)] for e, p in drawn]
     assert batch["observation"].flatten(2).tolist() == stacks
     if not twin.time_steps:
-        after = [[[*stack[1:], -stack[-1]] for stack in window] for window in stacks]
-        assert batch["next", "observation"].flatten(2).tolist() == after
+        next_stacks = [[[*stack[1:], -stack[-1]] for stack in window] for window in stacks]
+        assert batch["next", "observation"].flatten(2).tolist() == next_stacks
 
 
 def check_draws(
     drawn: list[tuple[int, int]],
     weights: torch.Tensor | None,
     allowed: dict[tuple[int, int], float],
-    beginnings: float,
+    num_starts: float,
     twin: Twin,
 ) -> None:
     """The recent ones come first, as many of each environment; the others so, too, or as their priorities say."""
-    recent = math.ceil(DRAWS * RECENT) if "recent" in twin.sampling and beginnings * RECENT > 1 else 0
+    recent = math.ceil(DRAWS * RECENT) if "recent" in twin.sampling and num_starts * RECENT > 1 else 0
     assert set(drawn[:recent]) <= {max(start for start in allowed if start[0] == env) for env, _ in allowed}
     assert set(drawn[recent:]) <= set(allowed)
-    envs, rest = sorted({env for env, _ in allowed}), drawn[recent:]
-    for part in (drawn[:recent], [] if "prioritized" in twin.sampling else rest):
-        counts = [sum(env == each for each, _ in part) for env in envs]
+    envs, others = sorted({env for env, _ in allowed}), drawn[recent:]
+    for draws in (drawn[:recent], [] if "prioritized" in twin.sampling else others):
+        counts = [sum(env == drawn_env for drawn_env, _ in draws) for env in envs]
         assert max(counts) - min(counts) <= 1
     if "prioritized" in twin.sampling:
         total, mean = sum(allowed.values()), sum(allowed.values()) / sum(value > 0 for value in allowed.values())
-        assert all(abs(rest.count(start) - len(rest) * value / total) < 2 for start, value in allowed.items())
+        assert all(abs(others.count(start) - len(others) * value / total) < 2 for start, value in allowed.items())
         assert weights is not None
-        assert weights.tolist() == pytest.approx([1.0] * recent + [allowed[start] / mean for start in rest], rel=1e-5)
+        assert weights.tolist() == pytest.approx([1.0] * recent + [allowed[start] / mean for start in others], rel=1e-5)
 
 
 def restored(buffer: EpisodicReplayBuffer, twin: Twin, through_files: bool) -> EpisodicReplayBuffer:
-    other = twin.build()
+    loaded = twin.build()
     if through_files:
         with tempfile.TemporaryDirectory() as folder:
             buffer.dumps(folder)
-            other.loads(folder)
+            loaded.loads(folder)
     else:
-        other.load_state_dict(buffer.state_dict())
+        loaded.load_state_dict(buffer.state_dict())
     if twin.cuts:
         buffer.writer.cut()
         for ring in twin.rings:
             ring.cut()
     if any(twin.windows(1).values()):
-        (batch, info), (expected, known) = other.get_batch(8, 1), buffer.get_batch(8, 1)
+        (batch, info), (expected, expected_info) = loaded.get_batch(8, 1), buffer.get_batch(8, 1)
         assert (batch == expected).all()
-        assert all(getattr(info, key).equal(getattr(known, key)) for key in ("env_ids", "positions"))
-        if known.importance_weights is not None:
-            assert info.importance_weights.equal(known.importance_weights)
-    return other
+        assert all(getattr(info, key).equal(getattr(expected_info, key)) for key in ("env_ids", "positions"))
+        if expected_info.importance_weights is not None:
+            assert info.importance_weights.equal(expected_info.importance_weights)
+    return loaded
 
 
 verbs = st.sampled_from(["add"] * 5 + ["run"] * 3 + ["priorities"] * 2 + ["dequeue", "clear", "cut", "empty"])
@@ -243,11 +245,11 @@ def streams(draw: st.DrawFn) -> tuple[Twin, list[tuple[str, list[int], int]]]:
 
 @settings(max_examples=80, deadline=None)
 @given(streams(), st.integers(0, 1 << 30))
-def test_buffer_is_as_plain_lists(stream: tuple[Twin, list[tuple[str, list[int], int]]], seed: int) -> None:
+def test_buffer_equals_plain_lists(stream: tuple[Twin, list[tuple[str, list[int], int]]], seed: int) -> None:
     twin, plan = stream
     buffer, rng = twin.build(), np.random.default_rng(seed)
     for verb, ids, count in plan:
-        chosen, env_ids = [twin.rings[env] for env in ids], torch.tensor(ids)
+        rings, env_ids = [twin.rings[env] for env in ids], torch.tensor(ids)
         if verb in ("add", "run"):
             steps = random_steps(rng, len(ids) * (count if verb == "run" else 1), twin)
             priority, rows = twin.new_priority, rows_of(steps, twin)
@@ -255,31 +257,31 @@ def test_buffer_is_as_plain_lists(stream: tuple[Twin, list[tuple[str, list[int],
                 buffer.extend(rows.view(count, len(ids)), env_ids, time_dim=0)
             else:
                 buffer.add_batch(rows, env_ids)
-            for place, step in enumerate(steps):
-                chosen[place % len(ids)].add(step, twin.length, priority)
+            for row, step in enumerate(steps):
+                rings[row % len(ids)].add(step, twin.length, priority)
         elif verb == "priorities" and "prioritized" in twin.sampling:
             written = [(env, p) for env in ids for p in range(len(twin.rings[env].steps))]
-            told = [written[place] for place in rng.permutation(len(written))[:count]]
-            values = rng.integers(0, 5, len(told)).astype(np.float32)
-            env, position = torch.tensor(told, dtype=torch.int64).view(-1, 2).unbind(1)
+            steps_to_update = [written[row] for row in rng.permutation(len(written))[:count]]
+            values = rng.integers(0, 5, len(steps_to_update)).astype(np.float32)
+            env, position = torch.tensor(steps_to_update, dtype=torch.int64).view(-1, 2).unbind(1)
             buffer.update_priority(env, position, torch.from_numpy(values))
-            for (each, p), value in zip(told, values.tolist(), strict=True):
-                twin.rings[each].priority.update({p: value} if p in twin.rings[each].priority else {})
+            for (ring_env, p), value in zip(steps_to_update, values.tolist(), strict=True):
+                twin.rings[ring_env].priority.update({p: value} if p in twin.rings[ring_env].priority else {})
         elif verb == "dequeue":
-            count = min(count, *(len(ring.priority) for ring in chosen), 9)
+            count = min(count, *(len(ring.priority) for ring in rings), 9)
             if count:
-                taken = buffer.dequeue(env_ids, n=count)["observation"].flatten(1).tolist()
-                assert taken == [[r.steps[p].frame for p in range(r.oldest, r.oldest + count)] for r in chosen]
-                for ring in chosen:
+                removed = buffer.dequeue(env_ids, n=count)["observation"].flatten(1).tolist()
+                assert removed == [[r.steps[p].frame for p in range(r.oldest, r.oldest + count)] for r in rings]
+                for ring in rings:
                     ring.drop(ring.oldest + count)
         elif verb == "clear":
             buffer.clear(env_ids)
-            for ring in chosen:
+            for ring in rings:
                 ring.drop(len(ring.steps))
                 ring.cut()
         elif verb == "cut":
             buffer.writer.cut(env_ids)
-            for ring in chosen:
+            for ring in rings:
                 ring.cut()
         elif verb == "empty":
             buffer.clear()

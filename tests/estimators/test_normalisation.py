@@ -11,30 +11,30 @@ from torchrl_lightning.l2r.ppo import population_standardize
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_golden_intrinsic(dtype: torch.dtype, direction: str) -> None:
-    kind = "forward" if direction == "forward" else "backward_ref"
+def test_intrinsic_normalizer_equals_golden_values(dtype: torch.dtype, direction: str) -> None:
+    name = "forward" if direction == "forward" else "backward_ref"
     golden = load("intrinsic_reward_normalisation", dtype)
     normalizer = IntrinsicRewardNormalizer(float(golden["gamma_int"]), direction)
-    for reward, want in zip(golden["irew"], golden[f"normalised_{kind}"], strict=True):
-        given = reward.clone()
-        assert_near(normalizer.normalize(given), want)
-        assert torch.equal(given, reward)
-    assert normalizer.variance == pytest.approx(float(golden[f"running_var_{kind}"][-1]), rel=1e-6)
+    for reward, expected in zip(golden["irew"], golden[f"normalised_{name}"], strict=True):
+        received = reward.clone()
+        assert_near(normalizer.normalize(received), expected)
+        assert torch.equal(received, reward)
+    assert normalizer.variance == pytest.approx(float(golden[f"running_var_{name}"][-1]), rel=1e-6)
 
 
-def test_forward_filter_spans_rollouts_and_the_backward_one_does_not() -> None:
+def test_forward_filter_continues_across_rollouts_and_backward_restarts() -> None:
     reward = torch.rand(20, 2, dtype=torch.float64)
-    halves, whole = IntrinsicRewardNormalizer(0.9), IntrinsicRewardNormalizer(0.9)
-    halves.normalize(reward[:10])
-    halves.normalize(reward[10:])
-    whole.normalize(reward)
-    assert halves.variance == pytest.approx(whole.variance, rel=1e-12)
+    split, single = IntrinsicRewardNormalizer(0.9), IntrinsicRewardNormalizer(0.9)
+    split.normalize(reward[:10])
+    split.normalize(reward[10:])
+    single.normalize(reward)
+    assert split.variance == pytest.approx(single.variance, rel=1e-12)
     backward = IntrinsicRewardNormalizer(0.9, "backward")
     backward.normalize(reward[:, :1])
     backward.normalize(reward)  # no filter is carried, so another number of environments is fine
 
 
-def test_forward_filter_goes_on_in_its_own_environment() -> None:
+def test_forward_filter_continues_separately_for_each_environment() -> None:
     reward = torch.rand(3, 5, 4, dtype=torch.float64)  # rollouts, steps, environments
     together, apart = IntrinsicRewardNormalizer(0.9), IntrinsicRewardNormalizer(0.9)
     for rollout in reward:
@@ -70,7 +70,7 @@ def _reference(returns: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return (advantage - advantage.mean()) / (advantage.std() + 1e-5)
 
 
-def test_standardize_ignores_what_is_masked_out() -> None:
+def test_standardize_ignores_masked_entries() -> None:
     x = torch.randn(7, 3, 1, dtype=torch.float64)
     mask = torch.rand(7, 3, 1) < 0.6
     mask[:2] = True
@@ -81,14 +81,14 @@ def test_standardize_ignores_what_is_masked_out() -> None:
     torch.testing.assert_close(standardize(x.nan_to_num(), torch.ones_like(mask)), standardize(x.nan_to_num()))
 
 
-def test_standardize_of_one_or_no_entry_is_zero() -> None:
+def test_standardize_of_one_or_zero_entries_is_zero() -> None:
     assert torch.equal(standardize(torch.tensor([[3.0]])), torch.zeros(1, 1))
     assert torch.equal(standardize(torch.tensor([3.0, 4.0]), torch.tensor([True, False])), torch.zeros(2))
     assert torch.equal(standardize(torch.tensor([3.0, 4.0]), torch.tensor([False, False])), torch.zeros(2))
     assert torch.equal(standardize(torch.full((4,), 2.0)), torch.zeros(4))
 
 
-def test_standardize_refuses_bad_input() -> None:
+def test_standardize_rejects_invalid_input() -> None:
     x = torch.randn(4, 2)
     with pytest.raises(TypeError, match=r"torch\.float32"):
         standardize(x, torch.ones(4, 2))
@@ -104,7 +104,7 @@ def test_standardize_refuses_bad_input() -> None:
 @pytest.mark.parametrize("value", [0.1, 1e4 + 0.1, -123456.789, 1e9 + 0.1])
 @pytest.mark.parametrize("count", [2, 3, 7, 1000, 4099])
 @pytest.mark.parametrize("eps", [0.0, 1e-5])
-def test_equal_entries_become_exactly_zero(dtype: torch.dtype, value: float, count: int, eps: float) -> None:
+def test_standardize_of_equal_entries_is_exactly_zero(dtype: torch.dtype, value: float, count: int, eps: float) -> None:
     x, mask = torch.full((count,), value, dtype=dtype), torch.ones(count, dtype=torch.bool)
     mask[count - 1] = False
     kinds = {
@@ -116,7 +116,7 @@ def test_equal_entries_become_exactly_zero(dtype: torch.dtype, value: float, cou
     assert {name: float(result.abs().max()) for name, result in kinds.items()} == dict.fromkeys(kinds, 0.0)
 
 
-def test_masked_mean_at_a_large_offset_is_that_of_the_entries() -> None:
+def test_standardize_with_mask_is_exact_at_a_large_offset() -> None:
     x = torch.arange(1000).remainder(5).sub(2) + 1e6
     mask = torch.arange(1000) < 995
     for result in (standardize(x, mask)[mask], population_standardize(x[mask], 0.0)):

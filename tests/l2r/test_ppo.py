@@ -204,7 +204,7 @@ def test_rollout_has_rewards_to_go_and_documented_batches() -> None:
 
 def test_rollouts_and_steps_replace_each_other() -> None:
     buffer = walked(build(4), 1.0)
-    with pytest.raises(ValueError, match="differs from what is stored"):
+    with pytest.raises(ValueError, match="differs from the stored steps"):
         buffer.insert_data_slice(make_rollout(4, 1))
     assert by_number(buffer.sample_batch(), "ret") == {0: 1.0}
     buffer.reset()

@@ -34,7 +34,7 @@ def with_cuts(data: TensorDict, starts: str) -> tuple[TensorDict, torch.Tensor]:
 @pytest.mark.parametrize("starts", ["none", "flags"])
 @pytest.mark.parametrize("form", [(), (1,)])
 @pytest.mark.parametrize("name", ["gae", "returns", "vtrace"])
-def test_estimates_are_those_of_each_trajectory_alone(name: str, starts: str, form: tuple[int, ...]) -> None:
+def test_estimates_equal_separate_trajectories(name: str, starts: str, form: tuple[int, ...]) -> None:
     estimators: dict[str, Callable[[], Any]] = {
         "gae": lambda: GeneralizedAdvantages(0.9, lmbda=0.8),
         "returns": lambda: DiscountedReturns(0.9),
@@ -51,15 +51,17 @@ def test_estimates_are_those_of_each_trajectory_alone(name: str, starts: str, fo
     done[:, :-1] |= cut.T[:, 1:].unsqueeze(-1)
     explicit["next", "done"] = done
     del explicit["collector"]
-    found, expected = (estimators[name]()(each) for each in (data, explicit))
-    assert found["value_target"].equal(expected["value_target"])
-    assert found["next", "done"].equal(data["next", "done"])
+    result, expected = (estimators[name]()(rollout) for rollout in (data, explicit))
+    assert result["value_target"].equal(expected["value_target"])
+    assert result["next", "done"].equal(data["next", "done"])
     if name == "gae":
-        reward, value, after = (
+        reward, value, next_value = (
             data[key].transpose(0, 1) for key in (("next", "reward"), "state_value", ("next", "state_value"))
         )
         ends = (data["next", "terminated"].transpose(0, 1), done.transpose(0, 1))
-        torch.testing.assert_close(found["advantage"].transpose(0, 1), brute_gae(reward, value, after, *ends, 0.9, 0.8))
+        torch.testing.assert_close(
+            result["advantage"].transpose(0, 1), brute_gae(reward, value, next_value, *ends, 0.9, 0.8)
+        )
 
 
 def buffer_of(data: TensorDict, by: str) -> GAEBuffer:
@@ -84,42 +86,44 @@ def test_buffer_bootstraps_at_cuts_and_marks_them(by: str) -> None:
     assert rollout["is_init"][..., 0].equal(data["is_init"].transpose(0, 1)[..., 0] | cut)
     done = rollout["next", "done"].clone()
     done[:-1] |= cut[1:].unsqueeze(-1)
-    value, after = (CRITIC(rollout.get(key).clone() if key else rollout.clone())["state_value"] for key in ("", "next"))
-    following = torch.cat([value[1:], after[-1:]])  # of the same trajectory, its observation is stored as a step
-    after = torch.where(done, after, following)
-    expected = brute_gae(rollout["next", "reward"], value, after, rollout["next", "terminated"], done, 0.9, 0.8)
+    value, next_value = (
+        CRITIC(rollout.get(key).clone() if key else rollout.clone())["state_value"] for key in ("", "next")
+    )
+    stored_next = torch.cat([value[1:], next_value[-1:]])  # of the same trajectory, its observation is stored as a step
+    next_value = torch.where(done, next_value, stored_next)
+    expected = brute_gae(rollout["next", "reward"], value, next_value, rollout["next", "terminated"], done, 0.9, 0.8)
     torch.testing.assert_close(rollout["value_target"], expected + value)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("env_ids", [None, [2, 0, 1]])
-def test_filter_begins_again_at_cuts(direction: Any, env_ids: list[int] | None) -> None:
+def test_intrinsic_reward_filter_restarts_at_cuts(direction: Any, env_ids: list[int] | None) -> None:
     generator = torch.Generator().manual_seed(0)
     normalizer = IntrinsicRewardNormalizer(0.9, direction)
-    sums, before = [], torch.zeros(ENVS, dtype=torch.float64)
+    sums, carry = [], torch.zeros(ENVS, dtype=torch.float64)
     state, last = IntrinsicRewardNormalizer(0.9, direction), None
-    for part in range(4):
+    for rollout_index in range(4):
         reward = torch.rand(4, ENVS, 1, generator=generator)
-        ids, done = torch.full((4, ENVS), part // 2), torch.zeros(4, ENVS, 1, dtype=torch.bool)
-        done[-1, 0] = part == 1  # ends: the id of the first environment changes without a cut
-        ids[2:, 2] += 10 * part
-        ids[:2, 2] += 10 * max(part - 1, 0)
+        ids, done = torch.full((4, ENVS), rollout_index // 2), torch.zeros(4, ENVS, 1, dtype=torch.bool)
+        done[-1, 0] = rollout_index == 1  # ends: the id of the first environment changes without a cut
+        ids[2:, 2] += 10 * rollout_index
+        ids[:2, 2] += 10 * max(rollout_index - 1, 0)
         cut = torch.zeros(4, ENVS, dtype=torch.bool)
-        cut[2, 2] = part > 0
+        cut[2, 2] = rollout_index > 0
         if last is not None:
             cut[0] = (ids[0] != last[0]) & ~last[1]
         last = ids[-1], done[-1, :, 0]
-        expected, wide = torch.zeros(4, ENVS, dtype=torch.float64), reward[..., 0].double()
+        expected, reward64 = torch.zeros(4, ENVS, dtype=torch.float64), reward[..., 0].double()
         if direction == "forward":
             for step in range(4):
-                before = torch.where(cut[step], 0.0, before) * 0.9 + wide[step]
-                expected[step] = before
+                carry = torch.where(cut[step], 0.0, carry) * 0.9 + reward64[step]
+                expected[step] = carry
         else:
-            after = torch.zeros(ENVS, dtype=torch.float64)
+            carry_back = torch.zeros(ENVS, dtype=torch.float64)
             for step in reversed(range(4)):
-                ends = cut[step + 1] if step < 3 else torch.zeros(ENVS, dtype=torch.bool)
-                after = torch.where(ends, 0.0, after) * 0.9 + wide[step]
-                expected[step] = after
+                cut_after = cut[step + 1] if step < 3 else torch.zeros(ENVS, dtype=torch.bool)
+                carry_back = torch.where(cut_after, 0.0, carry_back) * 0.9 + reward64[step]
+                expected[step] = carry_back
         sums.append(expected)
         env = None if env_ids is None else torch.tensor(env_ids)
         normalizer.normalize(reward, env, traj_ids=ids, done=done)
@@ -127,26 +131,26 @@ def test_filter_begins_again_at_cuts(direction: Any, env_ids: list[int] | None) 
         assert normalizer.variance == pytest.approx(state.variance)
 
 
-def test_ids_that_do_not_fit_change_nothing() -> None:
+def test_ids_of_another_shape_change_nothing() -> None:
     normalizer = IntrinsicRewardNormalizer(0.9)
     normalizer.normalize(torch.rand(4, 2), traj_ids=torch.zeros(4, 2))
-    before = normalizer.state_dict()
+    state = normalizer.state_dict()
     with pytest.raises(ValueError, match=r"traj_ids.*\(4, 2\)"):
         normalizer.normalize(torch.rand(4, 2), traj_ids=torch.zeros(3, 2))
-    assert normalizer.state_dict()["variance"] == before["variance"]
-    assert normalizer.state_dict()["filter"].equal(before["filter"])
+    assert normalizer.state_dict()["variance"] == state["variance"]
+    assert normalizer.state_dict()["filter"].equal(state["filter"])
 
 
 def test_intrinsic_returns_follow_the_ids_of_rollouts() -> None:
-    part, parts = IntrinsicReturns(gamma=0.9, critic=make_critic("intrinsic_state_value")), []
-    for number in range(2):
-        data = intrinsic(steps=6, envs=2, seed=number)
-        data["collector", "traj_ids"] = torch.full((2, 6), number)
+    returns, rewards = IntrinsicReturns(gamma=0.9, critic=make_critic("intrinsic_state_value")), []
+    for traj_id in range(2):
+        data = intrinsic(steps=6, envs=2, seed=traj_id)
+        data["collector", "traj_ids"] = torch.full((2, 6), traj_id)
         data["next", "done"].zero_()
-        parts.append(data["next", "intrinsic_reward"].transpose(0, 1))
-        part(data)
+        rewards.append(data["next", "intrinsic_reward"].transpose(0, 1))
+        returns(data)
     expected = IntrinsicRewardNormalizer(0.9)
-    for reward in parts:
+    for reward in rewards:
         expected._filter = None  # a cut in all environments
         expected.normalize(reward)
-    assert part.normalizer.variance == pytest.approx(expected.variance)
+    assert returns.normalizer.variance == pytest.approx(expected.variance)

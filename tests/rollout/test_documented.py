@@ -26,20 +26,20 @@ def test_storage_tensors_come_in_the_documented_order() -> None:
 # ---- transitions and inserted estimates
 
 
-def test_new_episode_needs_its_own_observation() -> None:
+def test_new_episode_requires_an_observation() -> None:
     buffer = GAEBuffer(4)
     buffer.insert_transition({**STEP, "Done": torch.tensor([[1.0], [0.0]])})
-    following = {key: value for key, value in STEP.items() if key != "Observation"}
-    with pytest.raises(KeyError, match=r"observation.*environments \[0\].*ended"):
-        buffer.insert_transition(following)
+    step_without_observation = {key: value for key, value in STEP.items() if key != "Observation"}
+    with pytest.raises(KeyError, match=r"observation.*environments \[0\]"):
+        buffer.insert_transition(step_without_observation)
     assert buffer.step == 1
     buffer.insert_transition(STEP)
-    buffer.insert_transition(following)
+    buffer.insert_transition(step_without_observation)
     assert buffer.rollout["observation"][:, 0, 0].tolist() == [0.0, 0.0, 1.0]
     assert buffer.rollout["is_init"][:, 0, 0].tolist() == [True, True, False]
 
 
-def test_refused_transition_leaves_a_consumed_rollout() -> None:
+def test_rejected_transition_keeps_a_consumed_rollout() -> None:
     buffer = estimated(GAEBuffer(5, critic=make_critic()))
     buffer.after_gradients(None, {})
     with pytest.raises(ValueError, match="environments"):
@@ -48,7 +48,7 @@ def test_refused_transition_leaves_a_consumed_rollout() -> None:
 
 
 @pytest.mark.parametrize("documented", [False, True])
-def test_values_that_a_buffer_computed_are_no_data_for_another(documented: bool) -> None:
+def test_computed_values_are_dropped_by_another_buffer(documented: bool) -> None:
     data = estimated(GAEBuffer(5, critic=make_critic())).get_all_buffer_data(documented_names=documented)
     buffer = estimated(GAEBuffer(5, critic=make_critic(scale=0.7)), data)
     assert torch.equal(buffer.rollout["state_value"], 0.7 * buffer.rollout["observation"])
@@ -61,7 +61,7 @@ def without_values(data: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("documented", [False, True])
-def test_values_that_came_with_the_data_stay_data(documented: bool) -> None:
+def test_values_given_with_the_data_are_kept(documented: bool) -> None:
     rollout = make_rollout(state_value=torch.full((5, 3, 1), 2.0))
     first = estimated(GAEBuffer(5, critic=make_critic()), rollout)
     data = first.get_all_buffer_data(documented_names=documented)
@@ -70,7 +70,7 @@ def test_values_that_came_with_the_data_stay_data(documented: bool) -> None:
     assert torch.equal(second.rollout["advantage"], first.rollout["advantage"])
 
 
-def test_results_are_no_part_of_a_transition() -> None:
+def test_estimates_in_a_transition_are_dropped() -> None:
     buffer = GAEBuffer(2, critic=make_critic())
     buffer.insert_transition({**STEP, "Advantage": torch.zeros(2, 1), "ExternalReturn": torch.zeros(2, 1)})
     buffer.insert_transition(STEP)
@@ -81,20 +81,20 @@ def test_results_are_no_part_of_a_transition() -> None:
 # ---- names
 
 
-def test_documented_names_come_out_and_go_in_again() -> None:
+def test_documented_names_round_trip() -> None:
     buffer = estimated(GAEBuffer(5, critic=make_critic()))
     data = buffer.get_all_buffer_data(documented_names=True)
     assert set(data) >= {"Observation", "Action", "Reward", "Value", "LogProbability", "Done", "Advantage"}
     assert set(data) <= {*GAEBuffer.storage_tensors, "NextObservation", "NextValue", "Truncated", "EpisodeStart"}
     assert data["Reward"].shape == (5, 3, 1)
-    other = estimated(GAEBuffer(5, critic=make_critic()), data)
+    reloaded = estimated(GAEBuffer(5, critic=make_critic()), data)
     for key in ("observation", "advantage", "value_target", "is_init", ("next", "done"), ("next", "truncated")):
-        assert torch.equal(other.rollout[key], buffer.rollout[key])
+        assert torch.equal(reloaded.rollout[key], buffer.rollout[key])
     data["Observation"].fill_(-1.0)
     assert (buffer.rollout["observation"] >= 0).all()
 
 
-def test_documented_names_of_renamed_nested_and_several_entries() -> None:
+def test_documented_names_cover_renamed_and_nested_entries() -> None:
     keys = [("v", "a"), ("v", "b")]
     critic = TensorDictModule(Recorder(1.0, 2.0), in_keys=["observation"], out_keys=keys)
     buffer = GAEBuffer(5, critic=critic, value_key="v", advantage_key="adv")
@@ -112,7 +112,7 @@ def test_documented_names_of_renamed_nested_and_several_entries() -> None:
     assert torch.equal(again.rollout["adv", "b"], buffer.rollout["adv", "b"])
 
 
-def test_mini_batches_with_documented_names() -> None:
+def test_mini_batches_have_documented_names() -> None:
     buffer = estimated(GAEBuffer(5, critic=make_critic()))
     batches = list(buffer.generate_batches(3, shuffle=False, documented_names=True))
     assert len(batches) == 3
@@ -124,7 +124,7 @@ def test_mini_batches_with_documented_names() -> None:
 # ---- parameters
 
 
-def test_thresholds_of_one_call_do_not_stay() -> None:
+def test_thresholds_of_one_call_are_not_stored() -> None:
     buffer = estimated(
         VTraceBuffer(5, actor=linear_actor(), critic=make_critic(), clip_rho_thres=0.5, clip_c_thres=0.4)
     )
@@ -138,7 +138,7 @@ def test_thresholds_of_one_call_do_not_stay() -> None:
         buffer.compute_vtrace(-1.0)
 
 
-BAD: dict[str, Any] = {
+INVALID_VALUES: dict[str, Any] = {
     "gamma": 7.0,
     "gamma_intrinsic": -0.1,
     "gae_lambda": 7.0,
@@ -157,24 +157,27 @@ BAD: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_parameter_is_checked_when_built_and_when_changed(name: str) -> None:
+@pytest.mark.parametrize("name", INVALID_VALUES)
+def test_parameter_is_validated_on_construction_and_update(name: str) -> None:
     cls: type[VanillaOnPolicyBuffer] = VTraceBuffer if name in VTraceBuffer.changeable else GAEBuffer
     buffer = cls(5)
-    before = getattr(buffer, name)
-    for fail in (lambda: buffer.update_storage_parameter(name, BAD[name]), lambda: cls(**{"size": 5, name: BAD[name]})):
+    value = getattr(buffer, name)
+    for call in (
+        lambda: buffer.update_storage_parameter(name, INVALID_VALUES[name]),
+        lambda: cls(**{"size": 5, name: INVALID_VALUES[name]}),
+    ):
         with pytest.raises((ValueError, TypeError), match="key" if name == "batch_keys" else name):
-            fail()
-    assert getattr(buffer, name) == before
+            call()
+    assert getattr(buffer, name) == value
 
 
-def test_arguments_arrive() -> None:
+def test_arguments_set_attributes() -> None:
     buffer = PPOBuffer(2, 1, 8, 4, lam=0.5, num_envs=3, value_key="v", batch_keys=["action"], recompute_values=True)
     assert (buffer.gae_lambda, buffer.size, buffer.num_envs, buffer.value_key) == (0.5, 8, 3, "v")
     assert (buffer.batch_keys, buffer.recompute_values) == (("action",), True)
 
 
-def test_changed_keys_are_read_as_the_constructor_reads_them() -> None:
+def test_updated_keys_are_converted_as_in_the_constructor() -> None:
     buffer = estimated(GAEBuffer(5, critic=make_critic()))
     buffer.update_storage_parameter("batch_keys", ["observation", ["next", "reward"]])
     assert set(next(buffer.generate_batches(1)).keys(True, True)) == {"observation", ("next", "reward")}
@@ -196,7 +199,7 @@ def test_intrinsic_discount_reaches_the_filter() -> None:
     built.load_state_dict(changed.state_dict())
 
 
-def test_discounts_are_those_of_the_algorithm_at_the_time() -> None:
+def test_discounts_follow_the_algorithm() -> None:
     algorithm = SimpleNamespace(gamma=0.5, gamma_intrinsic=0.6)
     buffer = GAEBuffer(5, algorithm=algorithm, critic=make_critic())
     assert (buffer.gamma, buffer.gamma_intrinsic) == (0.5, 0.6)
@@ -210,7 +213,7 @@ def test_discounts_are_those_of_the_algorithm_at_the_time() -> None:
         GAEBuffer(5, algorithm=SimpleNamespace(gamma=2.0))
 
 
-def test_frames_are_stacked_as_the_environments_say() -> None:
+def test_frame_stack_defaults_to_the_environments() -> None:
     envs = SimpleNamespace(num_envs=3, env_kwargs={"frame_stack": 4})
     assert GAEBuffer(5, envs=envs).frame_stack == 4
     assert GAEBuffer(5, envs=envs, frame_stack=2).frame_stack == 2

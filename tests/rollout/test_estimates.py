@@ -44,12 +44,12 @@ def golden_rollout(case: dict[str, torch.Tensor]) -> TensorDict:
     data = {key: case[key].unsqueeze(-1) for key in FIELDS}
     terminated, truncated = (data.pop(key).bool() for key in ("terminated", "truncated"))
     flags = {"terminated": terminated, "truncated": truncated, "done": terminated | truncated}
-    following = {"reward": data["reward"], "state_value": data["next_value"], **flags}
-    entries = {"action": torch.zeros_like(case["reward"]), "state_value": data["value"], "next": following}
+    next_data = {"reward": data["reward"], "state_value": data["next_value"], **flags}
+    entries = {"action": torch.zeros_like(case["reward"]), "state_value": data["value"], "next": next_data}
     return TensorDict(entries, case["reward"].shape)
 
 
-def test_buffers_meet_the_golden_vectors() -> None:
+def test_buffers_equal_the_golden_vectors() -> None:
     for case in cases("gae_terminated_truncated"):
         options = {"gamma": float(case["gamma"]), "standardize_advantages": False}
         gae = GAEBuffer(99, gae_lambda=float(case["lmbda"]), **options)
@@ -62,7 +62,7 @@ def test_buffers_meet_the_golden_vectors() -> None:
         assert_near(vanilla.rollout["value_target"][..., 0], case["return"])
 
 
-def test_documented_standardisation_meets_the_golden_vectors() -> None:
+def test_documented_standardisation_equals_the_golden_vectors() -> None:
     for case in cases("returns_gae_done_only"):
         if case["reward"].numel() == 1:
             continue
@@ -79,7 +79,7 @@ def test_documented_standardisation_meets_the_golden_vectors() -> None:
         assert torch.equal(out[-1], value[-1])
 
 
-def test_vtrace_transform_meets_the_golden_vectors() -> None:
+def test_vtrace_transform_equals_the_golden_vectors() -> None:
     for case in cases("vtrace"):
         gamma, rho, c, pg_rho, lmbda = case["hyper_gamma_rho_c_pgrho_lambda"].tolist()
         data = golden_rollout(case)
@@ -94,7 +94,7 @@ def test_vtrace_transform_meets_the_golden_vectors() -> None:
 @given(
     steps=st.integers(1, 12), envs=st.integers(1, 4), seed=st.integers(0, 10**6), gamma=st.sampled_from([0.0, 0.9, 1.0])
 )
-def test_gae_and_returns_against_brute_force_with_truncation(steps: int, envs: int, seed: int, gamma: float) -> None:
+def test_gae_and_returns_equal_brute_force_with_truncation(steps: int, envs: int, seed: int, gamma: float) -> None:
     data = make_rollout(steps, envs, seed)
     major = data.transpose(0, 1)
     value, next_value = 0.1 * major["observation"], 0.1 * major["next", "observation"]
@@ -113,20 +113,20 @@ def test_gae_and_returns_against_brute_force_with_truncation(steps: int, envs: i
         torch.testing.assert_close(buffer.rollout["value_target"], expected + value, atol=1e-4, rtol=1e-4)
 
 
-def test_critic_sees_truncated_and_last_successors_only_in_one_batch() -> None:
+def test_critic_reads_truncated_and_last_successors_in_one_batch() -> None:
     data = make_rollout(6, 3, seed=4)
     major = data.transpose(0, 1)
-    need = major["next", "truncated"].clone()
-    need[-1] = ~major["next", "terminated"][-1]
+    needs_successor = major["next", "truncated"].clone()
+    needs_successor[-1] = ~major["next", "terminated"][-1]
     critic = make_critic()
     buffer = estimated(GAEBuffer(6, critic=critic), data)
-    everything, successors = critic.module.seen
-    assert everything.shape == (18, 1)
-    assert torch.equal(successors, major["next", "observation"][need].unsqueeze(-1))
+    all_rows, successors = critic.module.seen
+    assert all_rows.shape == (18, 1)
+    assert torch.equal(successors, major["next", "observation"][needs_successor].unsqueeze(-1))
     assert (buffer.rollout["next", "state_value"][major["next", "terminated"]] == 0).all()
 
 
-def test_values_of_the_policy_are_used_unless_told_otherwise() -> None:
+def test_policy_values_are_used_unless_recompute_values() -> None:
     data = make_rollout(5, 3, seed=4)
     data["state_value"] = torch.full((3, 5, 1), 2.0)
     for recompute in (False, True):
@@ -143,7 +143,7 @@ def test_estimates_are_the_same_twice() -> None:
     torch.testing.assert_close(first["advantage"].std(), torch.tensor(1.0), atol=1e-4, rtol=0)
 
 
-def test_values_of_the_policy_need_no_critic_where_nothing_is_cut_off() -> None:
+def test_policy_values_need_no_critic_without_truncation() -> None:
     ended = torch.zeros(3, 5, 1, dtype=torch.bool)
     ended[:, -1] = True
     data = make_rollout(state_value=torch.ones(5, 3, 1), is_init=torch.zeros(5, 3, 1, dtype=torch.bool))
@@ -158,11 +158,11 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: estimated(GAEBuffer(5), make_rollout(state_value=torch.ones(5, 3, 1))), RuntimeError, "successors"),
     (lambda: holding(GAEBuffer(5, critic=make_critic())).normalize_int_rewards(), KeyError, "intrinsic_reward"),
     (lambda: estimated(GAEBuffer(5, critic=make_critic()), intrinsic()), KeyError, "intrinsic_state_value"),
-    (lambda: estimated(VTraceBuffer(5)), RuntimeError, "actor is needed"),
-    (lambda: estimated(VTraceBuffer(5, actor=linear_actor())), RuntimeError, "there is no critic"),
+    (lambda: estimated(VTraceBuffer(5)), RuntimeError, "actor is None"),
+    (lambda: estimated(VTraceBuffer(5, actor=linear_actor())), RuntimeError, "critic is None"),
     (lambda: estimated(VTraceBuffer(5, actor=nn.Identity())), TypeError, "get_dist"),
     (lambda: estimated(VTraceBuffer(5, **POLICY), without("action_log_prob")), KeyError, "return_log_prob"),
-    (lambda: estimated(RolloutBuffer(5, Estimator(), **POLICY)), NotImplementedError, "Estimator does not say how adv"),
+    (lambda: estimated(RolloutBuffer(5, Estimator(), **POLICY)), NotImplementedError, "Estimator .*advantages"),
     (lambda: DiscountedReturns(bootstrap=False)(make_rollout().reshape(-1)), ValueError, "time_dim"),
     (lambda: DiscountedReturns(bootstrap=False)(without(("next", "terminated"))), KeyError, "terminated"),
     (lambda: VTraceAdvantages(critic=make_critic())(make_rollout()), RuntimeError, "actor"),
@@ -173,27 +173,29 @@ def without(*keys: Any) -> TensorDict:
     return make_rollout().exclude(*keys)
 
 
-@pytest.mark.parametrize(("estimate", "error", "says"), REFUSED)
-def test_what_cannot_be_estimated_is_refused(estimate: Callable[[], Any], error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
+@pytest.mark.parametrize(("estimate", "error", "message"), REFUSED)
+def test_estimate_with_missing_parts_is_rejected(
+    estimate: Callable[[], Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
         estimate()
 
 
-def test_rollouts_that_were_appended_after_a_reset_do_not_leak() -> None:
-    one, two = make_rollout(2, 1, 7), make_rollout(2, 1, 8)
-    for data in (one, two):
+def test_appended_rollouts_do_not_leak_across_a_reset() -> None:
+    first, second = make_rollout(2, 1, 7), make_rollout(2, 1, 8)
+    for data in (first, second):
         for key in ("done", "terminated", "truncated"):
             data["next", key] = torch.zeros(1, 2, 1, dtype=torch.bool)
         data["is_init"][:, 1:] = False
-    both, alone = (GAEBuffer(4, critic=make_critic(), standardize_advantages=False) for _ in range(2))
-    both.extend(one)
-    both.extend(two)
-    both.before_gradients()
-    estimated(alone, one)
-    torch.testing.assert_close(both.rollout["advantage"][:2], alone.rollout["advantage"])
+    combined, single = (GAEBuffer(4, critic=make_critic(), standardize_advantages=False) for _ in range(2))
+    combined.extend(first)
+    combined.extend(second)
+    combined.before_gradients()
+    estimated(single, first)
+    torch.testing.assert_close(combined.rollout["advantage"][:2], single.rollout["advantage"])
 
 
-def test_several_critics_have_their_own_targets() -> None:
+def test_several_critics_have_separate_targets() -> None:
     keys = [("state_value", "critic_a"), ("state_value", "critic_b")]
     critic = TensorDictModule(Recorder(0.1, -0.2), in_keys=["observation"], out_keys=keys)
     buffer = estimated(GAEBuffer(5, critic=critic))
@@ -221,15 +223,15 @@ TRANSFORMS = pytest.mark.parametrize(
 
 
 @TRANSFORMS
-@pytest.mark.parametrize("how", ["call", "invert", "on_write"])
-def test_transforms_work_alone_and_in_a_torchrl_buffer(transform: Any, twin: Any, how: str) -> None:
+@pytest.mark.parametrize("mode", ["call", "invert", "on_write"])
+def test_transforms_equal_the_buffer_alone_and_in_a_torchrl_buffer(transform: Any, twin: Any, mode: str) -> None:
     data, critic = make_rollout(), make_critic()
     expected = estimated(twin(5, critic=critic, standardize_advantages=False), data)
-    if how == "call":
+    if mode == "call":
         out = transform(critic=critic)(data).transpose(0, 1)
     else:
         buffer = torchrl_buffer()
-        buffer.append_transform(transform(critic=critic, on_write=how == "on_write"), invert=how == "invert")
+        buffer.append_transform(transform(critic=critic, on_write=mode == "on_write"), invert=mode == "invert")
         buffer.extend(data)
         assert "advantage" not in data.keys()  # noqa: SIM118
         out = buffer[:]

@@ -42,7 +42,7 @@ def test_keys_from_yaml_work(cls: type[VanillaOnPolicyBuffer]) -> None:
     assert set(batch.keys(True, True)) == {"observation", ("a", "adv"), ("next", "reward")}
 
 
-def test_keys_of_the_parts_may_be_lists() -> None:
+def test_keys_of_components_may_be_lists() -> None:
     assert VTraceBuffer(5, action_key=["agent", "action"]).required_keys[0] == ("agent", "action")
     assert RolloutWriter(recurrent_keys=[["s", "h"]]).recurrent_keys == (("s", "h"),)  # type: ignore[arg-type]
     assert RolloutWriter(recurrent_keys="state").recurrent_keys == ("state",)  # type: ignore[arg-type]
@@ -51,39 +51,39 @@ def test_keys_of_the_parts_may_be_lists() -> None:
 
 
 @pytest.mark.parametrize("cls", BUFFERS)
-@pytest.mark.parametrize("into", ["same", "filled", "fresh"])
-def test_what_comes_out_goes_in_again_under_other_names(cls: type[VanillaOnPolicyBuffer], into: str) -> None:
+@pytest.mark.parametrize("target_kind", ["same", "filled", "new"])
+def test_renamed_entries_round_trip(cls: type[VanillaOnPolicyBuffer], target_kind: str) -> None:
     buffer = holding(renamed(cls))
     buffer.before_gradients()
     data = buffer.get_all_buffer_data()
     schema = dict(buffer.storage.schema)
-    other = buffer if into == "same" else renamed(cls)
-    if into == "filled":
-        other.insert_data_slice(make_rollout(seed=1))
-    other.insert_data_slice(data)
-    assert other.storage.schema == schema
-    assert set(other.rollout.keys(True, True)) == set(make_rollout().keys(True, True))
-    other.before_gradients()
-    assert torch.equal(other.rollout["a", "adv"], data["a", "adv"])
-    assert torch.equal(other.rollout["target"], data["target"])
+    target = buffer if target_kind == "same" else renamed(cls)
+    if target_kind == "filled":
+        target.insert_data_slice(make_rollout(seed=1))
+    target.insert_data_slice(data)
+    assert target.storage.schema == schema
+    assert set(target.rollout.keys(True, True)) == set(make_rollout().keys(True, True))
+    target.before_gradients()
+    assert torch.equal(target.rollout["a", "adv"], data["a", "adv"])
+    assert torch.equal(target.rollout["target"], data["target"])
 
 
 @pytest.mark.parametrize("values", [["v"], [("v", "a"), ("v", "b")]], ids=["one critic", "two critics"])
-def test_estimates_that_extend_was_given_are_data(values: list[Any]) -> None:
+def test_estimates_given_to_extend_are_kept(values: list[Any]) -> None:
     settings: dict[str, Any] = {"value_key": "v", "advantage_key": "adv", "value_target_key": "target"}
     critic = TensorDictModule(Recorder(*(0.1, 0.5)[: len(values)]), in_keys=["observation"], out_keys=values)
     source, buffer = (GAEBuffer(5, critic=critic, **settings) for _ in range(2))
     data = estimated(source).get_all_buffer_data()
     buffer.extend(data)
-    found = buffer.get_all_buffer_data()
-    assert set(found.keys(True, True)) == set(data.keys(True, True))
-    buffer.insert_data_slice(found)
+    copied = buffer.get_all_buffer_data()
+    assert set(copied.keys(True, True)) == set(data.keys(True, True))
+    buffer.insert_data_slice(copied)
     stored = buffer[:]
     assert set(stored.keys(True, True)) == set(data.keys(True, True))
     assert all(torch.equal(stored[key], data[key]) for key in data.keys(True, True))
 
 
-def test_successor_values_stay_out_of_mini_batches_under_any_name() -> None:
+def test_successor_values_are_excluded_from_mini_batches() -> None:
     buffer = estimated(renamed(GAEBuffer))
     batch = next(buffer.generate_batches(3))
     assert ("next", "a", "v") not in batch.keys(True, True)
@@ -91,7 +91,7 @@ def test_successor_values_stay_out_of_mini_batches_under_any_name() -> None:
 
 
 @pytest.mark.parametrize("cls", [DiscountedReturns, GeneralizedAdvantages, VTraceAdvantages])
-def test_torchrl_trainer_configs_can_put_their_critic_in(cls: type[GeneralizedAdvantages]) -> None:
+def test_torchrl_trainer_configs_can_assign_the_critic(cls: type[GeneralizedAdvantages]) -> None:
     transform = cls()
     assert transform.module.value_network is None
     critic = make_critic()

@@ -14,7 +14,7 @@ ROW = TensorDict({"pixels": torch.zeros(2, 10, dtype=torch.uint8), "state": torc
 BYTES = 2 * (10 + 3 * 4)
 
 
-def test_too_little_memory_is_an_error_that_names_both_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_raises_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda device, folder: 5 * BYTES)
     storage = RolloutStorage(6)
     with pytest.raises(ValueError, match=rf"size=6\).*{6 * BYTES} bytes.*{5 * BYTES} bytes"):
@@ -28,7 +28,7 @@ def test_too_little_memory_is_an_error_that_names_both_and_changes_nothing(monke
     assert small.size == 5
 
 
-def test_rollout_and_a_state_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollout_or_state_larger_than_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     full = holding(GAEBuffer(5))
     state, buffer = full.state_dict(), GAEBuffer(5)
     monkeypatch.setattr(memory, "free_bytes", lambda device, folder: 10)
@@ -40,26 +40,28 @@ def test_rollout_and_a_state_that_do_not_fit_are_refused(monkeypatch: pytest.Mon
     assert buffer.num_envs is None
 
 
-def test_huge_size_is_refused_at_once() -> None:
+def test_huge_size_is_rejected_before_allocation() -> None:
     with pytest.raises(ValueError, match=r"needs .* free in the memory of cpu"):
         RolloutStorage(2**50).allocate(ROW)
 
 
 @pytest.mark.parametrize("steps", [5, 4])
-def test_rollouts_memory_is_taken_over_only_where_that_is_asked_for_and_fits(steps: int) -> None:
-    turned = make_rollout(steps, 3).transpose(0, 1).contiguous().transpose(0, 1)  # [N, T] over time-major memory
-    expected = turned.clone()
-    given, taken, copied, tall = (GAEBuffer(5, bootstrap=False) for _ in range(4))
-    given.insert_data_slice(turned)
-    taken.insert_data_slice(turned, copy=False)
-    copied.insert_data_slice(turned.contiguous(), copy=False)
-    tall.insert_data_slice(turned.clone(), copy=False)
-    states = [buffer.rollout.transpose(0, 1) for buffer in (given, taken, copied, tall)]
+def test_rollout_memory_is_owned_only_with_copy_false_and_equal_size(steps: int) -> None:
+    rollout = make_rollout(steps, 3).transpose(0, 1).contiguous().transpose(0, 1)  # [N, T] over time-major memory
+    expected = rollout.clone()
+    default, owned, copied, env_major = (GAEBuffer(5, bootstrap=False) for _ in range(4))
+    default.insert_data_slice(rollout)
+    owned.insert_data_slice(rollout, copy=False)
+    copied.insert_data_slice(rollout.contiguous(), copy=False)
+    env_major.insert_data_slice(rollout.clone(), copy=False)
+    states = [buffer.rollout.transpose(0, 1) for buffer in (default, owned, copied, env_major)]
     assert all((state == expected).all() for state in states)
-    same = [buffer.rollout["action"].data_ptr() == turned["action"].data_ptr() for buffer in (given, taken, copied)]
-    assert same == [False, steps == 5, False]
-    taken.before_gradients()
-    assert set(turned.keys(True, True)) == set(expected.keys(True, True))
-    again = GAEBuffer(5, bootstrap=False)
-    again.load_state_dict(taken.state_dict())
-    assert (again.get_all_buffer_data() == taken.get_all_buffer_data()).all()
+    shares_memory = [
+        buffer.rollout["action"].data_ptr() == rollout["action"].data_ptr() for buffer in (default, owned, copied)
+    ]
+    assert shares_memory == [False, steps == 5, False]
+    owned.before_gradients()
+    assert set(rollout.keys(True, True)) == set(expected.keys(True, True))
+    restored = GAEBuffer(5, bootstrap=False)
+    restored.load_state_dict(owned.state_dict())
+    assert (restored.get_all_buffer_data() == owned.get_all_buffer_data()).all()

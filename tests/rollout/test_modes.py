@@ -30,11 +30,11 @@ def test_buffer_estimates_in_evaluation_mode(cls: type[VanillaOnPolicyBuffer]) -
     data = make_rollout()
     estimated(buffer, data)
     assert torch.equal(buffer.rollout["state_value"], buffer.rollout["observation"])
-    going_on = ~data.transpose(0, 1)["next", "terminated"][-1]
+    not_terminated = ~data.transpose(0, 1)["next", "terminated"][-1]
     last = buffer.rollout["next", "observation"][-1]
-    assert torch.equal(buffer.rollout["next", "state_value"][-1], last * going_on)
+    assert torch.equal(buffer.rollout["next", "state_value"][-1], last * not_terminated)
     for module in (buffer.actor, buffer.critic):
-        assert all(part.training for part in module.modules())
+        assert all(submodule.training for submodule in module.modules())
     if isinstance(buffer, VTraceBuffer):
         expected = linear_actor().get_dist(buffer.rollout).log_prob(buffer.rollout["action"])
         assert torch.equal(buffer.get_updated_action_log_probs(), expected)
@@ -52,4 +52,4 @@ def test_modes_are_restored_after_an_error() -> None:
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         buffer.before_gradients()
     assert buffer.critic is not None
-    assert all(part.training for part in buffer.critic.modules())
+    assert all(submodule.training for submodule in buffer.critic.modules())

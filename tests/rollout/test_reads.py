@@ -30,7 +30,7 @@ READS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def extended(make: Any, critic: Any = None, data: TensorDict | None = None, **options: Any) -> Any:
+def extended_buffer(make: Any, critic: Any = None, data: TensorDict | None = None, **options: Any) -> Any:
     """A buffer that TorchRL's verb has filled, and nothing else was done to."""
     buffer = make(size=STEPS, critic=critic, batch_size=8, **options)
     buffer.extend(make_rollout(STEPS, ENVS) if data is None else data)
@@ -39,8 +39,8 @@ def extended(make: Any, critic: Any = None, data: TensorDict | None = None, **op
 
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("make", BUFFERS)
-def test_every_read_finds_what_before_gradients_writes(make: Any, read: str) -> None:
-    buffer, twin = (extended(make, make_critic()) for _ in range(2))
+def test_reads_equal_the_estimates_of_before_gradients(make: Any, read: str) -> None:
+    buffer, twin = (extended_buffer(make, make_critic()) for _ in range(2))
     twin.before_gradients()
     expected = twin.rollout
     batch = READS[read](buffer)
@@ -52,34 +52,34 @@ def test_every_read_finds_what_before_gradients_writes(make: Any, read: str) -> 
 @pytest.mark.parametrize("make", BUFFERS)
 def test_estimates_are_computed_once_for_each_write(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     critic = make_critic()
-    buffer = extended(make, critic)
+    buffer = extended_buffer(make, critic)
     for read in READS.values():
         read(buffer)
-        seen = len(critic.module.seen)
-        assert seen > 0
-        for again in READS.values():
-            again(buffer)
-        assert len(critic.module.seen) == seen
+        num_calls = len(critic.module.seen)
+        assert num_calls > 0
+        for read_again in READS.values():
+            read_again(buffer)
+        assert len(critic.module.seen) == num_calls
     buffer.empty()
     buffer.extend(make_rollout(STEPS, ENVS, seed=1))
     assert buffer.sample()["advantage"].shape == (8, 1)
-    assert len(critic.module.seen) == 2 * seen
+    assert len(critic.module.seen) == 2 * num_calls
 
 
-def test_further_write_makes_them_due_again() -> None:
-    buffer, whole = (GAEBuffer(6, critic=make_critic(), batch_size=4) for _ in range(2))
+def test_second_write_estimates_again() -> None:
+    buffer, single_write = (GAEBuffer(6, critic=make_critic(), batch_size=4) for _ in range(2))
     first, second = make_rollout(6, 2).split([3, 3], 1)
     buffer.extend(first)
     buffer.sample()
     buffer.extend(second)
-    whole.extend(make_rollout(6, 2))
-    torch.testing.assert_close(buffer[:]["advantage"], whole[:]["advantage"])
+    single_write.extend(make_rollout(6, 2))
+    torch.testing.assert_close(buffer[:]["advantage"], single_write[:]["advantage"])
 
 
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("make", [make for make in BUFFERS if not isinstance(make, partial) or make.args])
-def test_without_critic_and_values_a_read_is_refused(make: Any, read: str) -> None:
-    buffer = extended(make)
+def test_read_without_critic_and_values_is_rejected(make: Any, read: str) -> None:
+    buffer = extended_buffer(make)
     with pytest.raises(RuntimeError, match=r"'state_value'.*critic="):
         READS[read](buffer)
     assert buffer.step == STEPS
@@ -90,7 +90,7 @@ def test_without_critic_and_values_a_read_is_refused(make: Any, read: str) -> No
 @pytest.mark.parametrize(("make", "decay"), [(VanillaOnPolicyBuffer, 0.99), (GAEBuffer, 0.99 * 0.95)])
 def test_estimates_need_no_critic_without_bootstrap(make: Any, decay: float) -> None:
     data = make_rollout(STEPS, ENVS)
-    buffer = extended(make, None, data, bootstrap=False, standardize_advantages=False)
+    buffer = extended_buffer(make, None, data, bootstrap=False, standardize_advantages=False)
     expected, reward, done = torch.zeros(ENVS, 1), data["next", "reward"], data["next", "done"]
     for t in reversed(range(STEPS)):
         expected = reward[:, t] + decay * expected.masked_fill(done[:, t], 0.0)
@@ -98,16 +98,16 @@ def test_estimates_need_no_critic_without_bootstrap(make: Any, decay: float) -> 
             torch.testing.assert_close(buffer[:][key][t], expected)
 
 
-def test_advantages_of_ones_own_are_kept() -> None:
+def test_given_advantages_are_kept() -> None:
     data = make_rollout(STEPS, ENVS)
     data["advantage"] = data["value_target"] = data["observation"].clone()
-    batch = extended(GAEBuffer, None, data).sample()
+    batch = extended_buffer(GAEBuffer, None, data).sample()
     torch.testing.assert_close(batch["advantage"], batch["observation"])
 
 
-def test_restored_buffer_estimates_nothing_anew() -> None:
+def test_restored_buffer_keeps_its_estimates() -> None:
     critic = make_critic()
-    buffer = extended(GAEBuffer, make_critic())
+    buffer = extended_buffer(GAEBuffer, make_critic())
     buffer.sample()
     restored = GAEBuffer(STEPS, critic=critic, batch_size=8)
     restored.load_state_dict(buffer.state_dict())

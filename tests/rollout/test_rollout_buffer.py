@@ -16,31 +16,31 @@ from kit.rollouts import both_values, categorical_actor, linear_actor, make_roll
 from torchrl_lightning import GAE, GAEBuffer, MonteCarlo, RolloutBuffer, VanillaOnPolicyBuffer, VTrace, VTraceBuffer
 from torchrl_lightning.rollout.estimates import Estimator
 
-SHELLS: dict[str, tuple[Estimator, Any]] = {
+SUBCLASSES: dict[str, tuple[Estimator, Any]] = {
     "returns": (MonteCarlo(standardize=True), VanillaOnPolicyBuffer(5)),
     "GAE": (GAE(standardize=True, lmbda=0.8), GAEBuffer(5, gae_lambda=0.8)),
     "V-trace": (VTrace(standardize=True, rho_clip=0.7), VTraceBuffer(5, clip_rho_thres=0.7)),
 }
-RESULTS = ("advantage", "value_target", "intrinsic_advantage", "intrinsic_value_target")
+ESTIMATES = ("advantage", "value_target", "intrinsic_advantage", "intrinsic_value_target")
 
 
-@pytest.mark.parametrize("name", SHELLS)
-def test_shell_estimates_as_its_parts_do(name: str) -> None:
-    estimator, shell = SHELLS[name]
+@pytest.mark.parametrize("name", SUBCLASSES)
+def test_documented_buffer_equals_rollout_buffer_with_its_estimator(name: str) -> None:
+    estimator, documented = SUBCLASSES[name]
     data, actor = make_rollout(), linear_actor()
     data["next", "intrinsic_reward"] = data["next", "reward"].abs()
     plain = RolloutBuffer(5, estimator)
-    for buffer in (plain, shell):
+    for buffer in (plain, documented):
         buffer.extend(data)
         buffer.before_gradients(actor, both_values())
-    before = plain.rollout["advantage"].clone()
+    advantage = plain.rollout["advantage"].clone()
     actor.module[0].module.weight.data[1] = -0.5
-    for buffer in (plain, shell):
+    for buffer in (plain, documented):
         buffer.before_epoch(actor, both_values())
-    assert plain.required_keys == shell.required_keys
-    assert plain.metrics() == shell.metrics()
-    assert all(torch.equal(plain.rollout[key], shell.rollout[key]) for key in RESULTS)
-    assert torch.equal(before, plain.rollout["advantage"]) is not estimator.follows_policy
+    assert plain.required_keys == documented.required_keys
+    assert plain.metrics() == documented.metrics()
+    assert all(torch.equal(plain.rollout[key], documented.rollout[key]) for key in ESTIMATES)
+    assert torch.equal(advantage, plain.rollout["advantage"]) is not estimator.follows_policy
 
 
 def make_env() -> TransformedEnv:

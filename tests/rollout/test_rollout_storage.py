@@ -13,7 +13,7 @@ from torchrl_lightning import GAEBuffer, RolloutStorage
 
 
 @pytest.mark.parametrize("layout", ["named", "time first", "environments first"])
-def test_every_layout_becomes_time_major(layout: str) -> None:
+def test_rollout_of_any_layout_becomes_time_major(layout: str) -> None:
     data, time_dim = make_rollout(), None
     expected = data.transpose(0, 1)["observation"]
     if layout != "named":
@@ -39,57 +39,57 @@ def test_torchrl_buffer_takes_any_shape(steps: int, envs: int, first: bool) -> N
     assert len(buffer) == steps * envs
 
 
-def test_values_that_are_not_finite_are_refused() -> None:
+def test_infinite_values_are_rejected() -> None:
     buffer = GAEBuffer(5)
     with pytest.raises(ValueError, match="state_value"):
         buffer.insert_data_slice(make_rollout(state_value=torch.full((5, 3, 1), torch.inf)))
     assert len(buffer) == 0
 
 
-def test_step_after_the_last_is_kept() -> None:
+def test_bootstrap_step_is_kept() -> None:
     data = make_rollout(recurrent_state=torch.ones(5, 3, 1, 2))
     data["next", "recurrent_state"] = torch.full((3, 5, 1, 2), 7.0)
     data["next", "done"][:, -1] = torch.tensor([[True], [False], [False]])
     data["next", "terminated"][:, -1] = torch.tensor([[True], [False], [False]])
     buffer = holding(GAEBuffer(5), data)
-    tail = buffer.storage.tail
-    assert torch.equal(tail["observation"], data["next", "observation"][:, -1])
-    assert tail["is_init"].flatten().tolist() == [True, False, False]
-    assert tail["recurrent_state"][:, 0, 0].tolist() == [0.0, 7.0, 7.0]
+    bootstrap_step = buffer.storage.bootstrap_step
+    assert torch.equal(bootstrap_step["observation"], data["next", "observation"][:, -1])
+    assert bootstrap_step["is_init"].flatten().tolist() == [True, False, False]
+    assert bootstrap_step["recurrent_state"][:, 0, 0].tolist() == [0.0, 7.0, 7.0]
     buffer.empty()
-    assert buffer.storage.tail is tail
+    assert buffer.storage.bootstrap_step is bootstrap_step
 
 
-def test_torchrl_sampler_in_ours_visits_every_cell_once() -> None:
+def test_torchrl_sampler_visits_every_cell_once() -> None:
     buffer = torchrl_buffer(sampler=SamplerWithoutReplacement())
     buffer.extend(make_rollout(4, 2))
     seen = torch.cat([batch["observation"].flatten() for batch in buffer])
     assert sorted(seen.tolist()) == list(range(8))
 
 
-def test_torchrl_writer_is_refused_with_the_fix() -> None:
+def test_torchrl_writer_is_rejected() -> None:
     buffer = TensorDictReplayBuffer(storage=RolloutStorage(5), dim_extend=0)
     with pytest.raises(TypeError, match="RolloutWriter"):
         buffer.extend(make_rollout().transpose(0, 1))
 
 
-def test_state_holds_the_filled_part() -> None:
+def test_state_contains_the_filled_part() -> None:
     state = holding(GAEBuffer(100)).storage.state_dict()
     assert state["data"]["observation"].shape == (5, 3, 1)
 
 
-def test_padded_rollouts_are_refused() -> None:
+def test_padded_rollouts_are_rejected() -> None:
     data, buffer = make_rollout(), GAEBuffer(5)
     data["collector", "mask"] = torch.ones(3, 5, 1, dtype=torch.bool)
     buffer.insert_data_slice(data)
     data["collector", "mask"][1, 3:] = False
-    with pytest.raises(ValueError, match="2 padded steps"):
+    with pytest.raises(ValueError, match=r"padded steps.*2"):
         buffer.insert_data_slice(data)
     assert buffer.step == 5
 
 
 @pytest.mark.parametrize("change", [copy.deepcopy, lambda storage: pickle.loads(pickle.dumps(storage))])
-def test_copy_is_a_view_of_its_own_cells_and_keeps_added_entries(change) -> None:
+def test_copy_has_separate_cells_and_keeps_added_entries(change) -> None:
     buffer = holding(GAEBuffer(5), make_rollout(seed=0))
     buffer.rollout["advantage"] = torch.ones(5, 3, 1)
     storage = change(buffer.storage)
@@ -99,11 +99,11 @@ def test_copy_is_a_view_of_its_own_cells_and_keeps_added_entries(change) -> None
     assert (buffer.rollout["next", "reward"] != 7.0).all()
 
 
-def test_rows_are_written_one_by_one_and_again() -> None:
+def test_rows_are_written_singly_and_overwritten() -> None:
     storage = RolloutStorage(3, num_envs=2)
     for row, filled in ((0, 1), (1, 2), (0, 2), (2, 3)):
-        number = torch.full((2, 1), float(row))
-        after = {"observation": number, "reward": number, "done": torch.zeros(2, 1, dtype=torch.bool)}
-        storage.set(row, TensorDict({"observation": number, "next": after}, [2]))
+        value = torch.full((2, 1), float(row))
+        next_data = {"observation": value, "reward": value, "done": torch.zeros(2, 1, dtype=torch.bool)}
+        storage.set(row, TensorDict({"observation": value, "next": next_data}, [2]))
         assert storage.num_steps == filled
         assert len(storage) == 2 * filled

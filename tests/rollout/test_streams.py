@@ -28,7 +28,7 @@ from torchrl_lightning.estimators import IntrinsicRewardNormalizer
 
 
 @pytest.mark.parametrize("separate", [True, False])
-def test_intrinsic_stream_looks_across_episode_ends(separate: bool) -> None:
+def test_intrinsic_returns_continue_across_episode_ends(separate: bool) -> None:
     data = intrinsic(seed=2)
     critics = (
         {"critic": make_critic(), "intrinsic_critic": make_critic("intrinsic_state_value", 0.3)}
@@ -49,7 +49,7 @@ def test_intrinsic_stream_looks_across_episode_ends(separate: bool) -> None:
     torch.testing.assert_close(buffer.rollout["advantage"], plain.rollout["advantage"])
 
 
-def test_filter_of_intrinsic_rewards_tells_workers_apart() -> None:
+def test_intrinsic_reward_filter_is_separate_for_each_worker() -> None:
     buffer = VanillaOnPolicyBuffer(5, gamma_intrinsic=0.8, critic=both_values())
     separate = IntrinsicRewardNormalizer(0.8)
     for turn, worker in enumerate((0, 1, 1, 0)):
@@ -59,13 +59,13 @@ def test_filter_of_intrinsic_rewards_tells_workers_apart() -> None:
         estimated(buffer, data)
         separate.normalize(data["next", "intrinsic_reward"].transpose(0, 1), ids)
         buffer.after_gradients(None, {})
-    kept = buffer.normalizer
-    assert kept.variance == pytest.approx(separate.variance)
-    assert torch.equal(kept.state_dict()["filter"], separate.state_dict()["filter"])
+    normalizer = buffer.normalizer
+    assert normalizer.variance == pytest.approx(separate.variance)
+    assert torch.equal(normalizer.state_dict()["filter"], separate.state_dict()["filter"])
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_normalised_intrinsic_rewards_meet_the_golden_vectors(direction: str) -> None:
+def test_normalised_intrinsic_rewards_equal_the_golden_vectors(direction: str) -> None:
     case = load("intrinsic_reward_normalisation")
     expected = case["normalised_forward" if direction == "forward" else "normalised_backward_ref"]
     gamma = float(case["gamma_int"])
@@ -82,14 +82,14 @@ def test_normalised_intrinsic_rewards_meet_the_golden_vectors(direction: str) ->
         assert torch.equal(buffer.rollout["next", "intrinsic_reward"][..., 0], raw)
 
 
-def test_annotated_rewards_count() -> None:
+def test_intrinsic_rewards_added_after_the_write_are_used() -> None:
     buffer = holding(GAEBuffer(5, critic=both_values()))
     buffer.rollout["next", "intrinsic_reward"] = torch.rand(5, 3, 1)
     buffer.before_gradients()
     assert next(buffer.generate_batches(1))["intrinsic_advantage"].shape == (15, 1)
 
 
-def test_vtrace_evaluates_the_current_policy_against_the_same_behaviour() -> None:
+def test_vtrace_compares_the_current_policy_with_the_stored_log_probs() -> None:
     data = make_rollout()
     actor = linear_actor()
     buffer = estimated(VTraceBuffer(5, actor=actor, critic=make_critic(), standardize_advantages=False), data)
@@ -125,12 +125,12 @@ def test_vtrace_reports_the_policy_lag() -> None:
 def recurrent_parts(cell: str) -> tuple[TensorDictSequential, ProbabilisticActor]:
     torch.manual_seed(0)
     keys = ["recurrent_state"] if cell == "gru" else [("recurrent_state", "h"), ("recurrent_state", "c")]
-    cls = GRUModule if cell == "gru" else LSTMModule
-    core = cls(
+    cell_class = GRUModule if cell == "gru" else LSTMModule
+    core = cell_class(
         input_size=1,
         hidden_size=4,
         in_keys=["observation", *keys],
-        out_keys=["features", *[("next", *([k] if isinstance(k, str) else k)) for k in keys]],
+        out_keys=["features", *[("next", *([key] if isinstance(key, str) else key)) for key in keys]],
     )
     value = TensorDictModule(nn.Linear(4, 1), in_keys=["features"], out_keys=["state_value"])
     logits = TensorDictModule(nn.Linear(4, 2), in_keys=["features"], out_keys=["logits"])
@@ -170,7 +170,7 @@ def recurrent(request: pytest.FixtureRequest) -> tuple[TensorDictSequential, Pro
     return critic, actor, recurrent_rollout(request.param, actor)
 
 
-def test_recurrent_mini_batches_reproduce_what_the_policy_did(recurrent: Any) -> None:
+def test_recurrent_mini_batches_reproduce_log_probs_and_values(recurrent: Any) -> None:
     critic, actor, data = recurrent
     buffer = estimated(GAEBuffer(9, critic=critic), data)
     assert buffer.is_recurrent
@@ -183,9 +183,16 @@ def test_recurrent_mini_batches_reproduce_what_the_policy_did(recurrent: Any) ->
             values = critic(batch.copy())["state_value"]
         torch.testing.assert_close(log_prob, batch["action_log_prob"])
         torch.testing.assert_close(values, batch["state_value"])
-    tail, last = buffer.storage.tail["recurrent_state"], data["next", "recurrent_state"][:, -1]
+    bootstrap_state, last_state = (
+        buffer.storage.bootstrap_step["recurrent_state"],
+        data["next", "recurrent_state"][:, -1],
+    )
     done = data["next", "done"][:, -1, 0]
-    for leaf, end in [(tail, last)] if isinstance(tail, Tensor) else [(tail[name], last[name]) for name in "hc"]:
+    for leaf, end in (
+        [(bootstrap_state, last_state)]
+        if isinstance(bootstrap_state, Tensor)
+        else [(bootstrap_state[name], last_state[name]) for name in "hc"]
+    ):
         assert torch.equal(leaf[~done], end[~done])
         assert (leaf[done] == 0).all()
 
@@ -198,16 +205,14 @@ def test_recurrent_vtrace_of_an_unchanged_policy_has_ratio_one(recurrent: Any) -
 
 # GAE takes the states that were stored, V-trace its own: those of a critic that has learned since then.
 @pytest.mark.parametrize(("cls", "learned"), [(GAEBuffer, 1.0), (VTraceBuffer, 1.5)])
-def test_recurrent_values_are_those_of_one_unroll(
-    cls: type[VanillaOnPolicyBuffer], learned: float, recurrent: Any
-) -> None:
+def test_recurrent_values_equal_one_unroll(cls: type[VanillaOnPolicyBuffer], learned: float, recurrent: Any) -> None:
     critic, actor, data = recurrent
     with torch.no_grad():
         for parameter in critic.parameters():
             parameter.mul_(learned)
     buffer = estimated(cls(9, critic=critic, actor=actor), data)
     assert data["next", "truncated"][:, :-1].any()
-    state, value, following = data["recurrent_state"][:, 0], [], []
+    state, values, next_values = data["recurrent_state"][:, 0], [], []
     for t in range(9):
         steps = []
         for source, start in ((data[:, t], data["is_init"][:, t]), (data["next"][:, t], torch.zeros(4, 1) > 0)):
@@ -215,12 +220,14 @@ def test_recurrent_values_are_those_of_one_unroll(
             with torch.no_grad():
                 steps.append(critic(row))
             state = steps[0]["next", "recurrent_state"]
-        value.append(steps[0]["state_value"])
-        following.append(steps[1]["state_value"])
-    expected, ahead = torch.stack(value), torch.stack(following)
+        values.append(steps[0]["state_value"])
+        next_values.append(steps[1]["state_value"])
+    expected, expected_next = torch.stack(values), torch.stack(next_values)
     flags = data["next"].transpose(0, 1)
     inside = ~flags["done"]
     inside[-1] = False
-    ahead = torch.where(inside, torch.cat((expected[1:], ahead[-1:])), ahead).masked_fill(flags["terminated"], 0)
+    expected_next = torch.where(inside, torch.cat((expected[1:], expected_next[-1:])), expected_next).masked_fill(
+        flags["terminated"], 0
+    )
     torch.testing.assert_close(buffer.rollout["state_value"], expected)
-    torch.testing.assert_close(buffer.rollout["next", "state_value"], ahead)
+    torch.testing.assert_close(buffer.rollout["next", "state_value"], expected_next)

@@ -23,7 +23,7 @@ THRESHOLDS = st.sampled_from([0.5, 1.0, 2.0])
     c=THRESHOLDS,
     pg_rho=st.one_of(st.none(), THRESHOLDS),
 )
-def test_vtrace_buffer_against_a_loop_with_truncations(
+def test_vtrace_buffer_equals_a_loop_with_truncations(
     steps: int, envs: int, seed: int, gamma: float, lmbda: float, rho: float, c: float, pg_rho: float | None
 ) -> None:
     data, actor = make_rollout(steps, envs, seed), linear_actor()
@@ -52,24 +52,24 @@ def brute_vtrace(data, actor, gamma, lmbda, rho_clip, c_clip, pg_rho_clip):
     log_pi = actor.get_dist(major.select("observation").clone()).log_prob(major["action"])
     target, advantage = torch.zeros(steps, envs, dtype=torch.float64), torch.zeros(steps, envs, dtype=torch.float64)
     for n in range(envs):
-        correction, follower = 0.0, 0.0
+        correction, next_target = 0.0, 0.0
         for t in reversed(range(steps)):
             row = major[t, n]
             ratio = float((log_pi[t, n] - row["action_log_prob"]).exp())
             reward, value = float(row["next", "reward"]), 0.1 * float(row["observation"])
-            following = 0.0 if row["next", "terminated"] else 0.1 * float(row["next", "observation"])
+            next_value = 0.0 if row["next", "terminated"] else 0.1 * float(row["next", "observation"])
             last = bool(row["next", "done"]) or t == steps - 1
             if not last:
-                following = 0.1 * float(major[t + 1, n]["observation"])
-            ahead = following if last else follower
-            delta = min(rho_clip, ratio) * (reward + gamma * following - value)
+                next_value = 0.1 * float(major[t + 1, n]["observation"])
+            next_estimate = next_value if last else next_target
+            delta = min(rho_clip, ratio) * (reward + gamma * next_value - value)
             correction = delta + (0.0 if last else gamma * lmbda * min(c_clip, ratio) * correction)
-            advantage[t, n] = min(pg_rho_clip, ratio) * (reward + gamma * ahead - value)
-            target[t, n] = follower = value + correction
+            advantage[t, n] = min(pg_rho_clip, ratio) * (reward + gamma * next_estimate - value)
+            target[t, n] = next_target = value + correction
     return advantage, target
 
 
-def test_twin_sees_truncations() -> None:
+def test_random_rollouts_contain_truncations() -> None:
     """The rollouts above hold truncated, terminated and cut-off rows, or the comparison says little."""
     data = make_rollout(12, 5, 0)
     flags = data["next", "truncated"].sum(), data["next", "terminated"].sum(), (~data["next", "done"][:, -1]).sum()

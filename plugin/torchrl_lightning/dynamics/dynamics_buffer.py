@@ -17,6 +17,7 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_lightning._core.keys import BOOKKEEPING, NEXT, REPEATED
 from torchrl_lightning._core.protocols import EnvsApi
+from torchrl_lightning._core.state import any_value
 from torchrl_lightning._core.tree import check_tensordict, entry_of, keyed_leaves, next_key, path_of
 from torchrl_lightning._core.validators import Check, boolean, integer
 from torchrl_lightning.dynamics.targets import IS_RESET, DynamicsTargets
@@ -25,10 +26,6 @@ from torchrl_lightning.environments.specs import space_to_spec
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage, RingWriter
 from torchrl_lightning.rollout.pytorchrl_api import PyTorchRLInterface
 from torchrl_lightning.rollout.pytorchrl_names import to_documented
-
-
-def _anything(value: Any, name: str) -> Any:
-    return value
 
 
 class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
@@ -90,7 +87,7 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
     )
     _parameters: ClassVar[Mapping[str, Check]] = {
         "max_size": integer,
-        **dict.fromkeys(("actor", "algorithm", "envs", "reward_function", "action_spec"), _anything),
+        **dict.fromkeys(("actor", "algorithm", "envs", "reward_function", "action_spec"), any_value),
         "autoreset": boolean,
     }
 
@@ -132,7 +129,7 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
 
     @max_size.setter
     def max_size(self, size: int) -> None:
-        self._lay(integer(size, "max_size"), self._num_envs)
+        self._replace_rings(integer(size, "max_size"), self._num_envs)
 
     @property
     def size(self) -> int:
@@ -170,28 +167,28 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
             KeyError: the next observation is missing, or ``("next", "done")`` is missing with ``autoreset``.
         """
         check_tensordict(data)
-        data = self._marked(data)
-        num_envs = _width(data, time_dim) if env_ids is None else None
-        with self._laid(None if 0 in data.shape else num_envs):
+        data = self._mark_resets(data)
+        num_envs = _num_envs_in(data, time_dim) if env_ids is None else None
+        with self._rings_for(None if 0 in data.shape else num_envs):
             return super().extend(data, env_ids, time_dim=time_dim, update_priority=update_priority)
 
-    def _marked(self, data: TensorDictBase) -> TensorDictBase:
+    def _mark_resets(self, data: TensorDictBase) -> TensorDictBase:
         """Mark the steps before a reset; raise KeyError for data without next observations."""
         if self.storage.cells is None and not _observations(data):
             raise KeyError(
-                "A transition has no next observation: no entry is there both alone and under 'next'; it has "
-                f"{sorted(map(str, data.keys(True, True)))}. Write NextObservation, the last one of its episode where "
-                "that ends."
+                "A transition must have an observation at the root and under 'next', got "
+                f"{sorted(map(str, data.keys(True, True)))}. Write NextObservation; for the last step of an episode, "
+                "it is the final observation."
             )
         if not self.autoreset:
             return data
         done = entry_of(data, ("next", "done"))
         if done is None:
-            raise KeyError("autoreset=True needs the entry ('next', 'done') to tell where an episode ended.")
+            raise KeyError("autoreset=True needs the entry ('next', 'done') to find the ends of episodes.")
         return data.copy().set(IS_RESET, done.clone())
 
     def _write_step(self, step: TensorDictBase) -> None:
-        with self._laid(len(step)):
+        with self._rings_for(len(step)):
             self.extend(step)
 
     def _write_slice(self, data: TensorDictBase, time_dim: int | None, copy: bool) -> None:
@@ -234,45 +231,45 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
             [3, 4, 2]
         """
         values = torch.as_tensor(tensor_values)
-        known = tensor_storage.get(tensor_key)
+        stored = tensor_storage.get(tensor_key)
         expected = torch.Size([self.max_size, *values.shape[1:]])
-        column = values.new_zeros(expected) if known is None else known
+        column = values.new_zeros(expected) if stored is None else stored
         if column.shape != expected or column.dtype != values.dtype:
             raise ValueError(
-                f"Entry {tensor_key!r} is {list(column.shape)} {column.dtype}, rows of {list(values.shape[1:])} "
-                f"{values.dtype} do not fit into {self.max_size} of it."
+                f"The entry {tensor_key!r} must be {column.dtype} {list(column.shape)} to store {self.max_size} such "
+                f"rows, got rows of {values.dtype} {list(values.shape[1:])}."
             )
         length = len(values)
-        kept = min(length, self.max_size)
-        rows = (self.step + torch.arange(length - kept, length)) % self.max_size
-        column[rows.to(column.device)] = values[length - kept :].to(column.device)
+        num_kept = min(length, self.max_size)
+        rows = (self.step + torch.arange(length - num_kept, length)) % self.max_size
+        column[rows.to(column.device)] = values[length - num_kept :].to(column.device)
         tensor_storage[tensor_key] = column
         return length
 
     def _reserve(self, step: TensorDictBase) -> None:
         if self.size:
-            raise ValueError(f"{self.size} steps are stored; call reset() before init_tensors.")
-        with self._laid(len(step)):
-            self.storage.allocate(self._marked(step))
+            raise ValueError(f"init_tensors needs an empty buffer, got {self.size} steps. Call reset().")
+        with self._rings_for(len(step)):
+            self.storage.allocate(self._mark_resets(step))
 
     @contextmanager
-    def _laid(self, num_envs: int | None) -> Iterator[None]:
+    def _rings_for(self, num_envs: int | None) -> Iterator[None]:
         """Build rings for ``num_envs`` environments if their number is not known yet; undo it if the block fails."""
-        first = self._num_envs is None and num_envs is not None
-        if first:
-            self._lay(self.max_size, num_envs)
+        is_first = self._num_envs is None and num_envs is not None
+        if is_first:
+            self._replace_rings(self.max_size, num_envs)
         try:
             yield
         except BaseException:
-            if first:
-                self._lay(self.max_size, None)
+            if is_first:
+                self._replace_rings(self.max_size, None)
             raise
 
-    def _lay(self, size: int, num_envs: int | None) -> None:
+    def _replace_rings(self, size: int, num_envs: int | None) -> None:
         """Replace the rings by rings of ``size`` steps for ``num_envs`` environments; move the newest rows there."""
         storage = RingStorage(size * (num_envs or 1), device=self.storage.device)
-        old = self.writer
-        writer = RingWriter(num_envs or 1, done_reduce=old.done_reduce, check_successors=False)
+        old_writer = self.writer
+        writer = RingWriter(num_envs or 1, done_reduce=old_writer.done_reduce, check_successors=False)
         writer.register_storage(storage)
         if num_envs == self.writer.num_envs:
             writer.rings.continue_from(self.writer.rings)
@@ -283,10 +280,10 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
             for cells in self._episodes_of(env):
                 writer.cut(ring)
                 writer.extend(self.storage.get(cells), ring)
-            if old.index is not None and not old.index.is_running(ring.numpy()).all():
+            if old_writer.index is not None and not old_writer.index.is_running(ring.numpy()).all():
                 writer.cut(ring)
-        writer.check_successors = old.check_successors
-        writer.write_count = old.write_count  # moved rows do not count as writes
+        writer.check_successors = old_writer.check_successors
+        writer.write_count = old_writer.write_count  # moved rows do not count as writes
         with self.locked():
             self.set_storage(storage)
             self.set_writer(writer)
@@ -307,8 +304,8 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
         if index is None or not len(cells):
             return [cells] if len(cells) else []
         position = self.writer.rings.position_of(cells)
-        first = index.begin(torch.full_like(position, env), position)
-        return list(cells.split(first.unique_consecutive(return_counts=True)[1].tolist()))
+        begin = index.begin(torch.full_like(position, env), position)
+        return list(cells.split(begin.unique_consecutive(return_counts=True)[1].tolist()))
 
     def get_data_slice(self, start_pos: int, end_pos: int, documented_names: bool = False) -> Any:
         """Return a copy of the rows ``[start_pos, end_pos)``, oldest first, ``[T, N]`` named ``("time", None)``.
@@ -323,9 +320,11 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
             RuntimeError: environments hold different numbers of rows.
         """
         if not 0 <= start_pos <= end_pos <= self.size or start_pos == self.size:
-            raise IndexError(f"Rows [{start_pos}, {end_pos}) are not stored; there are [0, {self.size}).")
+            raise IndexError(f"Rows [{start_pos}, {end_pos}) must be among the stored rows [0, {self.size}).")
         if not self.writer.is_uniformly_filled:
-            raise RuntimeError(f"The environments hold {self.writer.filled.tolist()} rows; read them by buffer.sample.")
+            raise RuntimeError(
+                f"Environments must hold equal numbers of rows, got {self.writer.filled.tolist()}. Use buffer.sample."
+            )
         writer = self.writer
         steps = int(writer.oldest[0]) + torch.arange(start_pos, end_pos)
         data = self.storage.get(writer.cell(torch.arange(writer.num_envs), steps[:, None]).flatten())
@@ -350,11 +349,11 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
         data = self.storage.data
         if data is None:
             raise RuntimeError("Nothing is stored: insert transitions first.")
-        leaves = _observations(data).items()
-        observed = Composite({key: Unbounded(leaf.shape[1:], dtype=leaf.dtype) for key, leaf in leaves})
+        observations = _observations(data).items()
+        observation_spec = Composite({key: Unbounded(leaf.shape[1:], dtype=leaf.dtype) for key, leaf in observations})
         model = getattr(self.actor, "dynamics_model", None)
         reward = self.reward_function or getattr(model, "reward_function", None)
-        return DynamicsTargets(observed, self._action_spec(data.get("action")), reward=reward)
+        return DynamicsTargets(observation_spec, self._action_spec(data.get("action")), reward=reward)
 
     def _action_spec(self, action: Tensor) -> TensorSpec:
         if self.action_spec is not None:
@@ -366,8 +365,8 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
             return space_to_spec(space, "action")
         if not action.is_floating_point():
             raise ValueError(
-                f"Actions are {action.dtype}, so that one-hot columns need to know how many there are; give "
-                "action_spec=, or envs= or an actor with an action_space."
+                f"The number of actions is unknown, got {action.dtype} actions without a spec. Pass action_spec=, "
+                "envs=, or an actor with an action_space."
             )
         return Unbounded(action.shape[1:])
 
@@ -405,7 +404,9 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
         data = self.storage.get(cells)
         data = data[targets.usable(data)]
         if not len(data):
-            raise ValueError(f"None of the {len(cells)} stored rows can be learned from: collect more first.")
+            raise ValueError(
+                f"At least one stored row must be usable, got {len(cells)} unusable rows. Collect more first."
+            )
         data = targets.fit(data)(data)
 
         def batches() -> Iterator[Any]:
@@ -413,8 +414,8 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
                 rng = self.generator
                 order = torch.randperm(len(data), generator=rng, device=rng.device) if shuffle else None
                 for number, begin in enumerate(range(0, len(data), size)):
-                    part = slice(begin, begin + size)
-                    rows = torch.arange(len(data))[part] if order is None else order[part]
+                    batch_slice = slice(begin, begin + size)
+                    rows = torch.arange(len(data))[batch_slice] if order is None else order[batch_slice]
                     rows = rows.to(self.device)
                     values = {name: data[name].index_select(0, rows) for name in ("inputs", "targets")}
                     if documented_names:
@@ -432,24 +433,24 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
 
         The state of a buffer without any write fits any number of environments.
         """
-        state_dict = self._widened(state_dict)
-        held = state_dict.get("writer")
-        num_envs = held.get("num_envs") if isinstance(held, Mapping) else None
-        with self._laid(num_envs if type(num_envs) is int and num_envs > 0 else None):
+        state_dict = self._broadcast_state(state_dict)
+        writer_state = state_dict.get("writer")
+        num_envs = writer_state.get("num_envs") if isinstance(writer_state, Mapping) else None
+        with self._rings_for(num_envs if type(num_envs) is int and num_envs > 0 else None):
             super().load_state_dict(state_dict)
 
-    def _widened(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _broadcast_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the state, adapted to this buffer's ``num_envs`` if it comes from a buffer without any write."""
-        storage, writer, empty = state.get("storage"), state.get("writer"), torch.zeros(1, dtype=torch.int64)
+        storage, writer, zero = state.get("storage"), state.get("writer"), torch.zeros(1, dtype=torch.int64)
         if self._num_envs is None or not isinstance(storage, Mapping) or not isinstance(writer, Mapping):
             return state
-        unlaid = {"max_size": self.max_size, "count": 0, "data": None}
-        counts = [writer.get(name) for name in ("positions", "oldest")]
-        if {name: storage.get(name) for name in unlaid} != unlaid or writer.get("num_envs") != 1:
+        empty_storage = {"max_size": self.max_size, "count": 0, "data": None}
+        positions = [writer.get(name) for name in ("positions", "oldest")]
+        if {name: storage.get(name) for name in empty_storage} != empty_storage or writer.get("num_envs") != 1:
             return state
-        if not all(isinstance(each, Tensor) and each.equal(empty) for each in counts):
+        if not all(isinstance(value, Tensor) and value.equal(zero) for value in positions):
             return state
-        rings = {"num_envs": self._num_envs, **dict.fromkeys(("positions", "oldest"), empty.repeat(self._num_envs))}
+        rings = {"num_envs": self._num_envs, **dict.fromkeys(("positions", "oldest"), zero.repeat(self._num_envs))}
         cells = {"max_size": self.max_size * self._num_envs}
         return {**state, "storage": {**storage, **cells}, "writer": {**writer, **rings}}
 
@@ -463,7 +464,7 @@ def _observations(data: TensorDictBase) -> dict[Any, Tensor]:
     }
 
 
-def _width(data: TensorDictBase, time_dim: int | None) -> int:
+def _num_envs_in(data: TensorDictBase, time_dim: int | None) -> int:
     """Return the number of environments in the data."""
     if data.ndim < 2:
         return 1

@@ -55,8 +55,8 @@ class StandardScaler(nn.Module):
         """
         if rows.ndim != 2 or rows.shape[1] != len(self.columns) or not len(rows):
             raise ValueError(
-                f"Expected rows [N, {len(self.columns)}] of {', '.join(self.columns)} to fit a StandardScaler to, got "
-                f"{list(rows.shape)}."
+                f"The rows to fit must be [N, {len(self.columns)}] with the columns {', '.join(self.columns)}, got the "
+                f"shape {list(rows.shape)}."
             )
         check_finite(rows, self.columns)
         # Subtract the first row, so that the deviation of a constant column is exactly 0.
@@ -85,8 +85,8 @@ def check_finite(rows: Tensor, columns: Sequence[str]) -> None:
     if finite.all():
         return
     column = int((~finite).any(0).nonzero()[0])
-    bad = rows[~finite[:, column], column]
+    invalid = rows[~finite[:, column], column]
     raise ValueError(
-        f"Column {columns[column]} holds {bad[0].item()} in {len(bad)} of {len(rows)} rows; a model cannot learn from "
-        "numbers that are not finite. Keep such steps out of the buffer."
+        f"Column {columns[column]} must be finite, got {invalid[0].item()} in {len(invalid)} of {len(rows)} rows. Do "
+        "not store these steps in the buffer."
     )

@@ -17,7 +17,8 @@ from torchrl_lightning.replay import RingWriter
 from torchrl_lightning.replay.positions import steps_between
 from torchrl_lightning.replay.rings import Rings
 
-_STEP, _ONCE, _TWICE = (np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+# Constants of SplitMix64.
+_INCREMENT, _MULTIPLIER_1, _MULTIPLIER_2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 class HoldoutSplit(Stateful, ConfigSafe):
@@ -53,9 +54,9 @@ class HoldoutSplit(Stateful, ConfigSafe):
         "validation_fraction": Attribute(),
         "max_validation": Attribute(),
         "cells": Attribute(bounded_integer(), "_num_cells"),
-        "held": Attribute(tensor(torch.int64, None, low=0), "_held_cells"),
-        "seen": Attribute(tensor(torch.int64, None, low=0), "_seen"),
-        "restart_offset": Attribute(bounded_integer(), "_era"),
+        "held": Attribute(tensor(torch.int64, None, low=0), "_held_out_cells"),
+        "seen": Attribute(tensor(torch.int64, None, low=0), "_next_unseen"),
+        "restart_offset": Attribute(bounded_integer(), "_restart_offset"),
     }
 
     validation_fraction = Checked("_check_fraction")
@@ -64,64 +65,65 @@ class HoldoutSplit(Stateful, ConfigSafe):
 
     def __init__(self, validation_fraction: float = 0.2, max_validation: int = 5000, *, seed: int = 0) -> None:
         self.validation_fraction, self.max_validation, self.seed = validation_fraction, max_validation, seed
-        self._held = torch.zeros(0, dtype=torch.bool)  # one flag per cell
-        self._seen = torch.zeros(0, dtype=torch.int64)  # first unseen position of each ring, counted over restarts
-        self._era = 0
+        self._is_held_out = torch.zeros(0, dtype=torch.bool)  # one flag per cell
+        # First unseen position of each ring, counted over restarts.
+        self._next_unseen = torch.zeros(0, dtype=torch.int64)
+        self._restart_offset = 0
 
     @staticmethod
     def _check_fraction(value: Any, name: str) -> float:
         number = fraction(value, name)
         if number in (0.0, 1.0):
-            raise ValueError(f"{name} must be above 0 and below 1, so that neither part is empty, got {value!r}.")
+            raise ValueError(f"{name} must be above 0 and below 1, got {value!r}.")
         return number
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_held": (len(self._held), self._held_cells)}
+        return {**self.__dict__, "_is_held_out": (len(self._is_held_out), self._held_out_cells)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        count, cells = state["_held"]
-        self._held = torch.zeros(count, dtype=torch.bool)
-        self._held[cells] = True
+        count, cells = state["_is_held_out"]
+        self._is_held_out = torch.zeros(count, dtype=torch.bool)
+        self._is_held_out[cells] = True
 
     def extend(self, writer: RingWriter) -> None:
         """Assign all rows written since the last call."""
-        snapshot, era = writer.rings.snapshot(), writer.rings.restart_offset
-        stamps = snapshot.numpy()
-        oldest = stamps - writer.filled.numpy()
+        snapshot, restart_offset = writer.rings.snapshot(), writer.rings.restart_offset
+        ends = snapshot.numpy()
+        oldest = ends - writer.filled.numpy()
         cells = writer.length * writer.num_envs
-        if len(self._seen) != writer.num_envs:
-            self._held = torch.zeros(cells, dtype=torch.bool)
-            self._seen = torch.zeros(writer.num_envs, dtype=torch.int64)
-        elif era != self._era or len(self._held) != cells:  # the rings were emptied or rebuilt
-            self._move(writer, torch.from_numpy(oldest), era)
+        if len(self._next_unseen) != writer.num_envs:
+            self._is_held_out = torch.zeros(cells, dtype=torch.bool)
+            self._next_unseen = torch.zeros(writer.num_envs, dtype=torch.int64)
+        elif (restart_offset, cells) != (self._restart_offset, len(self._is_held_out)):  # rings were emptied or rebuilt
+            self._move_flags(writer, torch.from_numpy(oldest), restart_offset)
         else:  # removed steps do not count as held out
-            held = self._held.nonzero().squeeze(1)
-            self._held[held[~writer.rings.is_filled(held)]] = False
-        env, stamp, _ = steps_between(np.maximum(self._seen.numpy(), oldest), stamps - 1)
-        order = np.lexsort((env, stamp))
-        env, stamp = env[order], stamp[order]
-        written = writer.cell(torch.from_numpy(env), torch.from_numpy(stamp - era))
-        self._held[written] = False
-        room = self.max_validation - int(self._held.sum())
-        drawn = _shares(self.seed, env, stamp) < self.validation_fraction
-        self._held[written] = torch.from_numpy(drawn & (drawn.cumsum() <= room))
-        self._seen, self._era = snapshot.clone(), era
+            held_out = self._is_held_out.nonzero().squeeze(1)
+            self._is_held_out[held_out[~writer.rings.is_filled(held_out)]] = False
+        env, serial, _ = steps_between(np.maximum(self._next_unseen.numpy(), oldest), ends - 1)
+        order = np.lexsort((env, serial))
+        env, serial = env[order], serial[order]
+        written = writer.cell(torch.from_numpy(env), torch.from_numpy(serial - restart_offset))
+        self._is_held_out[written] = False
+        num_free = self.max_validation - int(self._is_held_out.sum())
+        is_selected = _hash_to_unit(self.seed, env, serial) < self.validation_fraction
+        self._is_held_out[written] = torch.from_numpy(is_selected & (is_selected.cumsum() <= num_free))
+        self._next_unseen, self._restart_offset = snapshot.clone(), restart_offset
 
     def count_training(self, num_envs: int, steps: int) -> int:
         """Return the number of training rows among the first ``steps`` of each environment, written or not."""
-        stamp, env = (each.reshape(-1) for each in np.mgrid[:steps, :num_envs])
-        drawn = _shares(self.seed, env, stamp) < self.validation_fraction
-        return int(len(drawn) - min(drawn.sum(), self.max_validation))
+        serial, env = (grid.reshape(-1) for grid in np.mgrid[:steps, :num_envs])
+        is_selected = _hash_to_unit(self.seed, env, serial) < self.validation_fraction
+        return int(len(is_selected) - min(is_selected.sum(), self.max_validation))
 
-    def _move(self, writer: RingWriter, oldest: Tensor, era: int) -> None:
+    def _move_flags(self, writer: RingWriter, oldest: Tensor, restart_offset: int) -> None:
         """Move the flags of the held-out rows that are still stored to their new cells."""
-        before = Rings.at(len(self._held) // len(self._seen), self._seen - self._era)
-        cells = self._held.nonzero().squeeze(1)
-        env, stamp = before.env_of(cells), before.position_of(cells) + self._era
-        there = stamp >= oldest[env]
-        self._held = torch.zeros(writer.length * writer.num_envs, dtype=torch.bool)
-        self._held[writer.cell(env[there], stamp[there] - era)] = True
+        old_rings = Rings.at(len(self._is_held_out) // len(self._next_unseen), self._next_unseen - self._restart_offset)
+        cells = self._is_held_out.nonzero().squeeze(1)
+        env, serial = old_rings.env_of(cells), old_rings.position_of(cells) + self._restart_offset
+        is_stored = serial >= oldest[env]
+        self._is_held_out = torch.zeros(writer.length * writer.num_envs, dtype=torch.bool)
+        self._is_held_out[writer.cell(env[is_stored], serial[is_stored] - restart_offset)] = True
 
     def parts(self, cells: Tensor) -> tuple[Tensor, Tensor]:
         """Return the training cells and the validation cells among ``cells``, in their order.
@@ -129,13 +131,13 @@ class HoldoutSplit(Stateful, ConfigSafe):
         Raises:
             ValueError: one of the two parts is empty.
         """
-        held = self._held[cells.cpu()].to(cells.device)
-        training, validation = cells[~held], cells[held]
+        is_held_out = self._is_held_out[cells.cpu()].to(cells.device)
+        training, validation = cells[~is_held_out], cells[is_held_out]
         for part, name in ((training, "training"), (validation, "validation")):
             if not len(part):
                 raise ValueError(
                     f"validation_fraction={self.validation_fraction} and max_validation={self.max_validation} leave "
-                    f"none of {len(cells)} rows for {name}; collect more first, or choose another fraction."
+                    f"none of {len(cells)} rows for {name}. Collect more first, or choose another fraction."
                 )
         return training, validation
 
@@ -146,30 +148,30 @@ class HoldoutSplit(Stateful, ConfigSafe):
 
     @property
     def _num_cells(self) -> int:
-        return len(self._held)
+        return len(self._is_held_out)
 
     @_num_cells.setter
     def _num_cells(self, number: int) -> None:
-        self._held = torch.zeros(number, dtype=torch.bool)
+        self._is_held_out = torch.zeros(number, dtype=torch.bool)
 
     @property
-    def _held_cells(self) -> Tensor:
-        return self._held.nonzero().squeeze(1)
+    def _held_out_cells(self) -> Tensor:
+        return self._is_held_out.nonzero().squeeze(1)
 
-    @_held_cells.setter
-    def _held_cells(self, cells: Tensor) -> None:
-        self._held[cells] = True
+    @_held_out_cells.setter
+    def _held_out_cells(self, cells: Tensor) -> None:
+        self._is_held_out[cells] = True
 
 
-def _shares(seed: int, env: NDArray[np.int64], stamp: NDArray[np.int64]) -> NDArray[np.float64]:
+def _hash_to_unit(seed: int, env: NDArray[np.int64], serial: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return a pseudorandom number in [0, 1) for each row (SplitMix64)."""
-    mixed = _mixed(np.full(len(env), seed, np.uint64))
-    mixed = _mixed(_mixed(mixed + env.astype(np.uint64)) + stamp.astype(np.uint64))
+    mixed = _splitmix64(np.full(len(env), seed, np.uint64))
+    mixed = _splitmix64(_splitmix64(mixed + env.astype(np.uint64)) + serial.astype(np.uint64))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    numbers = numbers + _STEP
-    numbers = (numbers ^ numbers >> np.uint64(30)) * _ONCE
-    numbers = (numbers ^ numbers >> np.uint64(27)) * _TWICE
+def _splitmix64(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    numbers = numbers + _INCREMENT
+    numbers = (numbers ^ numbers >> np.uint64(30)) * _MULTIPLIER_1
+    numbers = (numbers ^ numbers >> np.uint64(27)) * _MULTIPLIER_2
     return numbers ^ numbers >> np.uint64(31)

@@ -86,13 +86,15 @@ class DynamicsTargets(Transform):
                 "observation_spec must be a Composite with one spec for each key, such as Composite(observation=spec), "
                 f"got a {type(observation_spec).__name__}."
             )
-        known = list(observation_spec.keys(include_nested=True, leaves_only=True))
-        self.observation_keys = nested_keys(known if observation_keys is None else observation_keys)
-        if lacking := [key for key in self.observation_keys if path_of(key) not in map(path_of, known)]:
-            raise KeyError(f"The observation spec has no {lacking}; it has {known}.")
+        spec_keys = list(observation_spec.keys(include_nested=True, leaves_only=True))
+        self.observation_keys = nested_keys(spec_keys if observation_keys is None else observation_keys)
+        if missing := [key for key in self.observation_keys if path_of(key) not in map(path_of, spec_keys)]:
+            raise KeyError(f"observation_keys must be in the spec {spec_keys}, got {missing}.")
         if len({path_of(key) for key in self.observation_keys}) < max(1, len(self.observation_keys)):
-            wanted = "name each observation once" if self.observation_keys else "name at least one observation"
-            raise ValueError(f"observation_keys must {wanted}, got {self.observation_keys}; the spec has {known}.")
+            requirement = "name each observation once" if self.observation_keys else "name at least one observation"
+            raise ValueError(
+                f"observation_keys must {requirement}, got {self.observation_keys}. The spec has {spec_keys}."
+            )
         if reward is not None:
             remedy = "leave reward out"
             check_defaults("beside reward=", remedy, reward_key=(nested_key(reward_key), ("next", "reward")))
@@ -106,9 +108,9 @@ class DynamicsTargets(Transform):
         self.observation_columns = tuple(
             name
             for key, shape in zip(self.observation_keys, self._shapes, strict=True)
-            for name in _columns(key, shape)
+            for name in _column_names(key, shape)
         )
-        actions = _columns(self.action_key, torch.Size([_action_width(action_spec)]))
+        actions = _column_names(self.action_key, torch.Size([_action_width(action_spec)]))
         self.input_columns = (*self.observation_columns, *actions)
         self.target_columns = (*self.observation_columns, *(() if reward is not None else ("reward",)))
         self.input_scaler = StandardScaler(self.input_columns)
@@ -139,21 +141,21 @@ class DynamicsTargets(Transform):
         Raises:
             ValueError: a discrete action is outside the spec, or the actions have another size.
         """
-        spec, choices = self.action_spec, _choices(self.action_spec)
+        spec, num_choices = self.action_spec, _num_choices(self.action_spec)
         flat = _flat(action, batch_size)
-        if choices and isinstance(spec, Categorical):
-            _check_width(flat, len(choices), self.action_key)
+        if num_choices and isinstance(spec, Categorical):
+            _check_width(flat, len(num_choices), self.action_key)
             index = flat.long()
-            high = torch.tensor(choices, device=flat.device)
+            high = torch.tensor(num_choices, device=flat.device)
             _check_actions(flat, (index < 0) | (index >= high) | (index != flat), spec)
-            flat = torch.cat([one_hot(index[:, place], number) for place, number in enumerate(choices)], 1)
+            flat = torch.cat([one_hot(index[:, column], count) for column, count in enumerate(num_choices)], 1)
         else:
             _check_width(flat, _action_width(spec), self.action_key)
-            if choices or isinstance(spec, Binary):
+            if num_choices or isinstance(spec, Binary):
                 _check_actions(flat, (flat != 0) & (flat != 1), spec)
-            if choices:
-                ones = [part.sum(1, keepdim=True) for part in flat.split(choices, 1)]
-                _check_actions(flat, torch.cat(ones, 1) != 1, spec)
+            if num_choices:
+                num_selected = [selected.sum(1, keepdim=True) for selected in flat.split(num_choices, 1)]
+                _check_actions(flat, torch.cat(num_selected, 1) != 1, spec)
         return flat.to(torch.get_default_dtype()).reshape(*batch_size, flat.shape[1])
 
     def raw_inputs(self, rows: TensorDictBase) -> Tensor:
@@ -163,15 +165,15 @@ class DynamicsTargets(Transform):
 
     def raw_targets(self, rows: TensorDictBase) -> Tensor:
         """Return the unscaled targets of ``rows`` ``[*B]``, ``[*B, D_out]``."""
-        following = self._observations(rows, [next_key(key) for key in self.observation_keys])
-        change = following - self.observation(rows)
+        next_observation = self._observations(rows, [next_key(key) for key in self.observation_keys])
+        change = next_observation - self.observation(rows)
         if self.reward is not None:
             return change
-        return torch.cat([change, _numbers(rows, self.reward_key, 1)], -1)
+        return torch.cat([change, _to_columns(rows, self.reward_key, 1)], -1)
 
     def terminated(self, rows: TensorDictBase) -> Tensor:
         """Return the termination flags of ``rows`` ``[*B]`` as numbers ``[*B, 1]``."""
-        return _numbers(rows, self.terminated_key, 1).to(torch.get_default_dtype())
+        return _to_columns(rows, self.terminated_key, 1).to(torch.get_default_dtype())
 
     def fit(self, rows: TensorDictBase) -> Self:
         """Fit both scalers to the usable rows of ``rows`` ``[*B]``; return the transform.
@@ -257,18 +259,18 @@ class DynamicsTargets(Transform):
         rows, actions = 3, len(self.input_columns) - len(self.observation_columns)
         observation = torch.zeros(rows, len(self.observation_columns), dtype=self.column_dtype)
         try:
-            found = function(observation, torch.zeros(rows, actions), observation.clone())
+            result = function(observation, torch.zeros(rows, actions), observation.clone())
         except Exception as error:
             if "same device" in str(error):  # the function uses tensors on the model's device
                 return
             failure = " ".join(f"{type(error).__name__}: {error}".split())
         else:
-            if isinstance(found, Tensor) and found.numel() == rows:
+            if isinstance(result, Tensor) and result.numel() == rows:
                 return
-            failure = f"one of the shape {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
+            failure = f"a tensor of the shape {list(result.shape)}" if isinstance(result, Tensor) else repr(result)
         raise ValueError(
-            f"{name} must return a tensor of one value a row for observations [R, {observation.shape[1]}], actions "
-            f"[R, {actions}] and next observations, got {failure}."
+            f"{name} must return a tensor of one value for each row of observations [R, {observation.shape[1]}], "
+            f"actions [R, {actions}] and next observations, got {failure}."
         )
 
     def misfit(self) -> str | None:
@@ -281,21 +283,21 @@ class DynamicsTargets(Transform):
         for key, spec in zip(self.observation_keys, self._specs, strict=True):
             if isinstance(spec, Categorical) and not isinstance(spec, Binary):
                 return (
-                    f"a world model predicts how numbers change, but the observation {key!r} is discrete, and its "
-                    "values are no magnitudes; make it one-hot by gymnasium.wrappers.FlattenObservation, or leave an "
-                    "entry of a Dict out by EnvironmentRecipe(drop=[...])."
+                    f"a world model predicts changes of numbers, but the observation {key!r} is discrete. Make it "
+                    "one-hot with gymnasium.wrappers.FlattenObservation, or remove an entry of a Dict with "
+                    "EnvironmentRecipe(drop=[...])."
                 )
         return None
 
     def _observations(self, rows: TensorDictBase, keys: Sequence[NestedKey]) -> Tensor:
         shaped = zip(keys, self._shapes, strict=True)
-        return torch.cat([_numbers(rows, key, shape.numel()) for key, shape in shaped], -1)
+        return torch.cat([_to_columns(rows, key, shape.numel()) for key, shape in shaped], -1)
 
 
 def _entry(rows: TensorDictBase, key: NestedKey) -> Tensor:
     entry = entry_of(rows, key)
     if not isinstance(entry, Tensor):
-        raise KeyError(f"A transition has no entry {key!r}; it has {sorted(map(str, rows.keys(True, True)))}.")
+        raise KeyError(f"A transition must have the entry {key!r}, got {sorted(map(str, rows.keys(True, True)))}.")
     return entry
 
 
@@ -303,7 +305,7 @@ def _flat(entry: Tensor, batch_size: torch.Size) -> Tensor:
     return entry.reshape(batch_size.numel(), entry.shape[len(batch_size) :].numel())
 
 
-def _numbers(rows: TensorDictBase, key: NestedKey, width: int) -> Tensor:
+def _to_columns(rows: TensorDictBase, key: NestedKey, width: int) -> Tensor:
     """Return an entry of rows ``[*B]`` as columns ``[*B, width]``."""
     flat = _flat(_entry(rows, key), rows.shape)
     _check_width(flat, width, key)
@@ -316,22 +318,22 @@ def _column_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(wide, torch.get_default_dtype())
 
 
-def _check_actions(flat: Tensor, wrong: Tensor, spec: TensorSpec) -> None:
-    if wrong.any():
-        raise ValueError(f"Action {flat[wrong.any(1)][0].tolist()} lies outside of the spec {_named(spec)}.")
+def _check_actions(flat: Tensor, invalid: Tensor, spec: TensorSpec) -> None:
+    if invalid.any():
+        raise ValueError(f"Actions must be in the spec {_describe_spec(spec)}, got {flat[invalid.any(1)][0].tolist()}.")
 
 
 def _check_width(flat: Tensor, width: int, key: Any) -> None:
     if flat.shape[1] != width:
-        raise ValueError(f"Entry {key!r} has {flat.shape[1]} numbers a row, the spec {width}.")
+        raise ValueError(f"The entry {key!r} must have {width} numbers per row, got {flat.shape[1]}.")
 
 
-def _columns(key: NestedKey, shape: torch.Size) -> list[str]:
+def _column_names(key: NestedKey, shape: torch.Size) -> list[str]:
     name = ".".join(path_of(key))
     return [f"{name}[{number}]" for number in range(shape.numel())] if shape else [name]
 
 
-def _choices(spec: TensorSpec) -> list[int]:
+def _num_choices(spec: TensorSpec) -> list[int]:
     """Return the number of options of each discrete part of an action; empty for other actions."""
     if isinstance(spec, MultiCategorical):
         return [int(count) for count in spec.nvec]
@@ -345,8 +347,8 @@ def _choices(spec: TensorSpec) -> list[int]:
 
 
 def _action_width(spec: TensorSpec) -> int:
-    return sum(_choices(spec)) or spec.shape.numel()
+    return sum(_num_choices(spec)) or spec.shape.numel()
 
 
-def _named(spec: TensorSpec) -> str:
-    return f"{type(spec).__name__} of {' and '.join(map(str, _choices(spec) or [2]))}"
+def _describe_spec(spec: TensorSpec) -> str:
+    return f"{type(spec).__name__} of {' and '.join(map(str, _num_choices(spec) or [2]))}"

@@ -38,21 +38,23 @@ class BatchInfo(TensorClass):
 
     def __iter__(self) -> NoReturn:
         """Raise TypeError: iteration would yield rows, but ALF's tuple yields fields."""
-        fields = ", ".join(each.name for each in self.fields())
-        raise TypeError(f"A BatchInfo is not unpacked: read its fields {fields}; info[i] is row i.")
+        fields = ", ".join(field.name for field in self.fields())
+        raise TypeError(f"A BatchInfo cannot be unpacked. Read its fields {fields}; info[i] selects row i.")
 
 
-def info_of(buffer: Any, entries: dict[str, Any], batch_size: torch.Size) -> BatchInfo:
+def make_batch_info(buffer: Any, entries: dict[str, Any], batch_size: torch.Size) -> BatchInfo:
     """Build a BatchInfo without validation, much faster than the constructor."""
     # Wrap the buffer in the same way as the constructor.
-    kept = {"data": buffer, "_is_non_tensor": True, "_metadata": None}
-    where = new_tensorclass(NonTensorData, new_tensordict({}, batch_size), kept)
-    absent = dict.fromkeys(("importance_weights", "discounted_return") - entries.keys())
-    return new_tensorclass(BatchInfo, new_tensordict({**entries, "replay_buffer": where}, batch_size), absent)
+    non_tensor_state = {"data": buffer, "_is_non_tensor": True, "_metadata": None}
+    buffer_entry = new_tensorclass(NonTensorData, new_tensordict({}, batch_size), non_tensor_state)
+    missing = dict.fromkeys(("importance_weights", "discounted_return") - entries.keys())
+    return new_tensorclass(BatchInfo, new_tensordict({**entries, "replay_buffer": buffer_entry}, batch_size), missing)
 
 
 def first_steps(windows: Tensor) -> Tensor:
     """Return the values of each window's first step, ``[B, ...]``, or ``[B]`` if a step has one number."""
     shape, stride = windows.shape, windows.stride()
-    rest = slice(2, 2 if shape[2:] == (1,) else None)
-    return windows.as_strided(shape[:1] + shape[rest], stride[:1] + stride[rest])  # a third faster than indexing
+    trailing = slice(2, 2 if shape[2:] == (1,) else None)
+    return windows.as_strided(
+        shape[:1] + shape[trailing], stride[:1] + stride[trailing]
+    )  # a third faster than indexing

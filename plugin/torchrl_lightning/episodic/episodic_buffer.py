@@ -18,8 +18,8 @@ from torchrl.envs.transforms import Transform
 from torchrl_lightning._core.torchrl_compat import new_tensordict
 from torchrl_lightning._core.tree import check_tensordict, entry_of, under
 from torchrl_lightning._core.validators import Checked, integer
-from torchrl_lightning.episodic.batch_info import BatchInfo, first_steps, info_of
-from torchrl_lightning.episodic.episodic_return import DEFAULT_RETURN, EpisodicReturn, check_recorded
+from torchrl_lightning.episodic.batch_info import BatchInfo, first_steps, make_batch_info
+from torchrl_lightning.episodic.episodic_return import DEFAULT_RETURN, EpisodicReturn, check_return_settings
 from torchrl_lightning.episodic.recent import RecentSampler, check_sampling
 from torchrl_lightning.episodic.time_steps import TIME_STEPS, TRANSITIONS, StepLayout
 from torchrl_lightning.kernels.indices import integers
@@ -127,26 +127,26 @@ class EpisodicReplayBuffer(ExperienceBuffer):
     ) -> None:
         if allow_multiprocess and data_spec is None:
             raise ValueError(
-                "allow_multiprocess=True needs a data_spec, so that the memory is there before another process starts; "
-                "give a row without batch size, or write some steps first and call share()."
+                "data_spec must be a row without batch size if allow_multiprocess=True, got None: the memory must "
+                "exist before another process starts. Pass a row, or write some steps first and call share()."
             )
         ignored = integer(num_earliest_frames_ignored, "num_earliest_frames_ignored", 0)
         if record_episodic_return and keep_episodic_info is False:
-            raise ValueError("record_episodic_return=True needs the index of episodes; drop keep_episodic_info=False.")
+            raise ValueError("keep_episodic_info must not be False if record_episodic_return=True. Leave it out.")
         row = data_spec.zero() if isinstance(data_spec, Composite) else data_spec
         if row is not None:
             check_tensordict(row)
             if row.ndim:
-                raise ValueError(f"data_spec describes one row, got one of batch size {list(row.shape)}; take row[0].")
+                raise ValueError(f"data_spec must be one row without batch size, got {list(row.shape)}. Pass row[0].")
         if layout is None:
             layout = TRANSITIONS if row is None or entry_of(row, "step_type") is None else TIME_STEPS
         envs, length = integer(num_environments, "num_environments"), integer(max_length, "max_length")
         if ignored >= length:
-            raise ValueError(f"num_earliest_frames_ignored={ignored} must be below max_length={length}; take fewer.")
-        recent = recent_data_steps, recent_data_ratio, with_replacement
-        check_sampling(sampler, prioritized_sampling, initial_priority, *recent)
-        track = record_episodic_return or keep_episodic_info
-        check_recorded(record_episodic_return, reward_clip, default_return, critic)
+            raise ValueError(f"num_earliest_frames_ignored must be below max_length={length}, got {ignored}.")
+        track_episodes = record_episodic_return or keep_episodic_info
+        recent_options = recent_data_steps, recent_data_ratio, with_replacement
+        check_sampling(sampler, prioritized_sampling, initial_priority, *recent_options)
+        check_return_settings(record_episodic_return, reward_clip, default_return, critic)
         if sampler is None:
             prioritized = None
             if prioritized_sampling:
@@ -163,7 +163,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
                 )  # fmt: skip
         super().__init__(
             storage=RingStorage(envs * length, device=device, scratch_dir=scratch_dir),
-            writer=layout.writer(envs, track, overwrite, done_reduce, check_successors),
+            writer=layout.writer(envs, track_episodes, overwrite, done_reduce, check_successors),
             sampler=sampler,
             generator=generator,
             batch_size=batch_size,
@@ -213,7 +213,9 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             return True
         check_tensordict(batch)
         env, rings = self.writer.check_ids(env_ids), self.writer.rings
-        steps = self._awaited(-(-batch.numel() // len(env)))
+        steps = -(-batch.numel() // len(env))
+        if steps > self.max_length:
+            raise ValueError(self._too_many_steps(steps))
         written = self.wait_for(lambda: self.extend(batch, env_ids) if rings.has_room(env, steps).all() else None)
         return written is not None
 
@@ -252,20 +254,20 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         integer(n, "n")
         if not blocking:
             with self.locked():
-                return self._take(n, env_ids)
+                return self._remove_oldest(n, env_ids)
         env = self.writer.check_ids(env_ids)
         if n > self.max_length:
-            raise MissingStepsError(f"An environment holds at most {self.max_length} steps, never {n}; wait for fewer.")
-        return self.wait_for(lambda: self._take(n, env_ids) if int(self.writer.filled[env].min()) >= n else None)
+            raise MissingStepsError(self._too_many_steps(n))
+        return self.wait_for(
+            lambda: self._remove_oldest(n, env_ids) if int(self.writer.filled[env].min()) >= n else None
+        )
 
-    def _take(self, count: int, env_ids: Tensor | None) -> TensorDictBase:
+    def _remove_oldest(self, count: int, env_ids: Tensor | None) -> TensorDictBase:
         # Reading after the removal is safe: the lock blocks all writers.
         return self._read(self.writer.drop(count, env_ids).view(-1, count))
 
-    def _awaited(self, steps: int) -> int:
-        if steps > self.max_length:
-            raise ValueError(f"An environment holds at most {self.max_length} steps, never {steps}; wait for fewer.")
-        return steps
+    def _too_many_steps(self, steps: int) -> str:
+        return f"The steps of an environment must be at most max_length={self.max_length}, got {steps}. Wait for fewer."
 
     def clear(self, env_ids: Tensor | None = None) -> None:
         """Delete steps, episodes, priorities and returns of all or of some environments.
@@ -304,16 +306,16 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         writer, steps = self.writer, integer(batch_length, "batch_length")
         with self.locked():
             batch = self.read(batch_size, self._fetch, batch_length=steps)
-            first: Any = entry_of(batch, "index")
-            env, position = steps_of(first.cpu().numpy()[:, 0], writer.length, writer.rings.arrays[0])
-            found: dict[str, Any] = {"env_ids": torch.from_numpy(env), "positions": torch.from_numpy(position)}
+            index: Any = entry_of(batch, "index")
+            env, position = steps_of(index.cpu().numpy()[:, 0], writer.length, writer.rings.arrays[0])
+            info_entries: dict[str, Any] = {"env_ids": torch.from_numpy(env), "positions": torch.from_numpy(position)}
             weights = entry_of(batch, "importance_weights")
             if weights is not None:
-                found["importance_weights"] = first_steps(weights)
+                info_entries["importance_weights"] = first_steps(weights)
             if self.returns is not None:
                 value: Any = entry_of(batch, self.returns.key)
-                found["discounted_return"] = first_steps(value)
-            info = info_of(self, found, batch.batch_size[:1])
+                info_entries["discounted_return"] = first_steps(value)
+            info = make_batch_info(self, info_entries, batch.batch_size[:1])
             return (self.transform(batch) if self.transforms else batch), info  # the transform may read more cells
 
     def gather_all(
@@ -333,20 +335,15 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         with self.locked():
             filled, ignored = writer.filled, self.num_earliest_frames_ignored if ignore_earliest_frames else 0
             if int(filled.min()) != int(filled.max()):
-                raise MissingStepsError(
-                    f"Environments hold different numbers of steps, {filled.tolist()}; use get_field."
-                )
+                raise MissingStepsError(f"Numbers of stored steps must be equal, got {filled.tolist()}. Use get_field.")
             if int(filled[0]) <= ignored:
-                raise MissingStepsError(
-                    f"Every environment holds {int(filled[0])} steps, of which {ignored} are ignored."
-                )
+                raise MissingStepsError(f"Environments must hold more than {ignored} steps, got {int(filled[0])}.")
             begin = writer.oldest + ignored
             env, position, _ = steps_between(begin.numpy(), writer.positions.numpy() - 1)
             cells = writer.cell(torch.from_numpy(env), torch.from_numpy(position))
-            batch = self._read(cells.view(self.num_environments, -1))
-            info = BatchInfo(
-                torch.arange(self.num_environments), begin, replay_buffer=self, batch_size=[self.num_environments]
-            )
+            num_envs = self.num_environments
+            batch = self._read(cells.view(num_envs, -1))
+            info = BatchInfo(torch.arange(num_envs), begin, replay_buffer=self, batch_size=[num_envs])
         device = torch.get_default_device() if convert_to_default_device else self.storage.device
         return (batch if batch.device == device else batch.to(device)), info
 
@@ -364,22 +361,22 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             KeyError: an entry does not exist.
         """
         with self.undisturbed():
-            return self._fields(field_name, self._cells_of(env_ids, positions))
+            return self._gather_fields(field_name, self._cells_of(env_ids, positions))
 
-    def _fields(self, name: Any, cells: Tensor) -> Any:
+    def _gather_fields(self, name: Any, cells: Tensor) -> Any:
         if isinstance(name, Mapping):
-            return {each: self._fields(part, cells) for each, part in name.items()}
+            return {key: self._gather_fields(part, cells) for key, part in name.items()}
         if name == "":
             return self._read(cells)
         key, storage = tuple(name.split(".")) if isinstance(name, str) else name, self.storage
         skip = [path for path in storage.cells.places if not under(path, key)]
         if len(skip) == len(storage.cells.places) and not isinstance(name, str):
-            return getattr(name, "_make", type(name))(self._fields(part, cells) for part in name)
+            return getattr(name, "_make", type(name))(self._gather_fields(part, cells) for part in name)
         storage.leaves(key)  # raises KeyError for an unknown name
-        found: Any = storage.gather(cells.to(storage.device), None, skip)
+        value: Any = storage.gather(cells.to(storage.device), None, skip)
         for part in key:
-            found = found[part]
-        return found
+            value = value[part]
+        return value
 
     def _cells_of(self, env_ids: Tensor, positions: Tensor) -> Tensor:
         env, position = torch.broadcast_tensors(
@@ -397,12 +394,12 @@ class EpisodicReplayBuffer(ExperienceBuffer):
 
     # ------------------------------------------------------------------ episodes
 
-    def _index(self) -> EpisodeIndex:
+    def _episode_index(self) -> EpisodeIndex:
         index: EpisodeIndex | None = self.writer.index
         if index is None:
             raise RuntimeError(
-                "The episodes of this buffer are not known: nothing was written, keep_episodic_info=False, or the data "
-                f"have no entry {self.layout.done!r}. {NO_INDEX_HINT}"
+                "The buffer has no index of episodes: it is empty, keep_episodic_info=False, or the data have no entry "
+                f"{self.layout.done!r}. {NO_INDEX_HINT}"
             )
         return index
 
@@ -414,7 +411,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             RuntimeError: the buffer has no index of episodes.
         """
         with self.undisturbed():
-            return self._index().steps_to_end(env_ids, pos)
+            return self._episode_index().steps_to_end(env_ids, pos)
 
     def get_episode_begin_position(self, pos: Tensor, env_ids: Tensor) -> Tensor:
         """Return the first position of each step's episode; the first step itself may already be overwritten.
@@ -424,7 +421,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             RuntimeError: the buffer has no index of episodes.
         """
         with self.undisturbed():
-            return self._index().begin(env_ids, pos, clip=False)
+            return self._episode_index().begin(env_ids, pos, clip=False)
 
     def get_disc_0_begin_position(self, pos: Tensor, env_ids: Tensor) -> Tensor:
         """Return the first position of each step's life, the part of an episode between two terminations.
@@ -440,20 +437,20 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         """
         env, position = torch.broadcast_tensors(env_ids, pos)
         shape, env, position = env.shape, env.flatten(), position.flatten()
-        skipped = int(not self.layout.time_steps)  # a terminating transition is the last of its life
+        offset = int(not self.layout.time_steps)  # a terminating transition is the last step of its life
         with self.undisturbed():
             begin = self.get_episode_begin_position(position, env)
             oldest = self.writer.oldest[env]
-            run, steps, _ = steps_between(begin.maximum(oldest).numpy(), position.numpy() - skipped)
-            owner = torch.from_numpy(run)
-            ended = self._terminated(self.writer.cell(env[owner], torch.from_numpy(steps)))
-        after = torch.from_numpy(steps)[ended] + skipped
-        return begin.scatter_reduce(0, owner[ended], after, "amax").view(shape)
+            group, steps, _ = steps_between(begin.maximum(oldest).numpy(), position.numpy() - offset)
+            owner = torch.from_numpy(group)
+            is_terminated = self._terminated(self.writer.cell(env[owner], torch.from_numpy(steps)))
+        life_begin = torch.from_numpy(steps)[is_terminated] + offset
+        return begin.scatter_reduce(0, owner[is_terminated], life_begin, "amax").view(shape)
 
     def _terminated(self, cells: Tensor) -> Tensor:
         (_, leaf), *_ = self.storage.leaves(self.layout.terminated)
-        ends = leaf.index_select(0, cells.to(leaf.device))
-        return torch.from_numpy(self.layout.terminates(ends, self.writer.done_reduce))
+        flags = leaf.index_select(0, cells.to(leaf.device))
+        return torch.from_numpy(self.layout.terminates(flags, self.writer.done_reduce))
 
     # ------------------------------------------------------------------ priorities
 
@@ -481,12 +478,12 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             super().update_priority(env_ids, positions)
             return
         if prioritized_in(self.sampler) is None:
-            raise ValueError("This buffer draws without priorities; build it with prioritized_sampling=True.")
+            raise ValueError("The buffer samples without priorities. Set prioritized_sampling=True.")
         env, position = integers(env_ids, "env_ids").cpu(), integers(positions, "positions").cpu()
         priority = torch.as_tensor(priorities)
         if not env.shape == position.shape == priority.shape[:1] or env.ndim != 1:
-            got = [list(each.shape) for each in (env, position, priority)]
-            raise ValueError(f"env_ids and positions must be [B] each, and priorities [B, ...], got {got}.")
+            shapes = [list(tensor.shape) for tensor in (env, position, priority)]
+            raise ValueError(f"env_ids and positions must be [B], and priorities [B, ...], got the shapes {shapes}.")
         with self.locked():
             writer, begin = self.writer, np.zeros(self.num_environments, np.int64)
             check_steps(env.numpy(), position.numpy(), begin, writer.positions.numpy())

@@ -25,24 +25,24 @@ from torchrl_lightning.replay.positions import Flags, Ints, steps_between
 from torchrl_lightning.replay.ring_storage import RingStorage
 from torchrl_lightning.replay.ring_writer import writer_of
 
-_ALL = -math.inf, math.inf
+_NO_CLIP = -math.inf, math.inf
 DEFAULT_RETURN = -1000.0
 
 
-def check_recorded(record_episodic_return: bool, reward_clip: Any, default_return: float, critic: Any) -> None:
+def check_return_settings(record_episodic_return: bool, reward_clip: Any, default_return: float, critic: Any) -> None:
     """Validate the arguments of returns; raise ValueError if one is given although returns are not recorded."""
     if record_episodic_return:
         return
     check_defaults(
         "without record_episodic_return=True",
-        "give record_episodic_return=True",
+        "set record_episodic_return=True",
         reward_clip=(reward_clip, None),
         default_return=(default_return, DEFAULT_RETURN),
         critic=(critic, None),
     )
 
 
-UNKNOWN: tuple[Ints | None, tuple[Any, Any, Any] | None] = None, None
+_NO_ARRAYS: tuple[Ints | None, tuple[Any, Any, Any] | None] = None, None
 
 
 class EpisodicReturn(ConfigSafe):
@@ -95,15 +95,16 @@ class EpisodicReturn(ConfigSafe):
         writer = writer_of(storage)
         if writer is None or not writer.track_episodes:
             raise ValueError(
-                "The return of a step is known when its episode ends, so it needs the episode index; fill the storage "
-                "by a RingWriter(track_episodes=True), or build the buffer with keep_episodic_info=True."
+                "The storage must have a writer with an episode index, because returns are written when an episode "
+                "ends. Use RingWriter(track_episodes=True), or build the buffer with keep_episodic_info=True."
             )
-        self._factors: tuple[float, float, float] = fraction(0.99 if gamma is None else gamma, "gamma"), *_ALL
+        gamma = fraction(0.99 if gamma is None else gamma, "gamma")
+        self._gamma_and_clip: tuple[float, float, float] = gamma, *_NO_CLIP
         self.reward_clip = reward_clip
         self.default_return = default_return
         self.critic, self.key, self.layout = critic, key, layout
         self._paths = (key,), path_of(layout.reward), path_of(layout.terminated)
-        self._storage, self._found = storage, UNKNOWN
+        self._storage, self._cached_arrays = storage, _NO_ARRAYS
         storage.attach(self)
         storage.watch(self, self._paths[1:])
 
@@ -119,28 +120,31 @@ class EpisodicReturn(ConfigSafe):
         except (TypeError, ValueError):
             number = math.nan
         if math.isnan(number):
-            raise ValueError(f"default_return must be a number, got {value!r}; take one below all returns, as -inf.")
+            raise ValueError(
+                f"default_return must be a number, got {value!r}. Pass one below all returns, such as -inf."
+            )
         self._default_return, self._default = number, torch.empty(0)  # cached entry for the next rows
 
     @property
     def gamma(self) -> float:
         """Discount; a new value applies to returns computed later."""
-        return self._factors[0]
+        return self._gamma_and_clip[0]
 
     @gamma.setter
     def gamma(self, value: float) -> None:
-        self._factors = fraction(value, "gamma"), *self._factors[1:]
+        self._gamma_and_clip = fraction(value, "gamma"), *self._gamma_and_clip[1:]
 
     @property
     def reward_clip(self) -> tuple[float, float] | None:
         """(lowest, highest) bounds for rewards in a return, or None."""
-        return None if self._factors[1:] == _ALL else self._factors[1:]
+        return None if self._gamma_and_clip[1:] == _NO_CLIP else self._gamma_and_clip[1:]
 
     @reward_clip.setter
     def reward_clip(self, value: Sequence[float] | None) -> None:
         if value is not None and (len(value) != 2 or not value[0] <= value[1]):
             raise ValueError(f"reward_clip must be (lowest, highest) or None, got {value!r}.")
-        self._factors = self._factors[0], *(_ALL if value is None else (float(value[0]), float(value[1])))
+        clip = _NO_CLIP if value is None else (float(value[0]), float(value[1]))
+        self._gamma_and_clip = self.gamma, *clip
 
     def with_default(self, data: TensorDictBase) -> TensorDict:
         """Return the rows with the entry for the return, filled with ``default_return``; entries are not copied.
@@ -151,15 +155,15 @@ class EpisodicReturn(ConfigSafe):
             KeyError: the rows have no reward or no termination flag.
             FlagsDifferError: the flags of a row differ, and ``done_reduce`` of the writer is None.
         """
-        reward, ends = entry_of(data, self.layout.reward), entry_of(data, self.layout.terminated)
-        if reward is None or ends is None:
+        reward, terminated = entry_of(data, self.layout.reward), entry_of(data, self.layout.terminated)
+        if reward is None or terminated is None:
             missing = self.layout.reward if reward is None else self.layout.terminated
             raise KeyError(
-                f"The entry {missing!r}, which returns need, is not in the data; nothing was written. "
-                "Add it, or name another one by layout=StepLayout(...)."
+                f"The data must have the entry {missing!r} to compute returns. Nothing was written. Add the entry, or "
+                "pass layout=StepLayout(...) with another key."
             )
-        if ends.numel() > data.numel():
-            self._terminates(ends)  # before the write: raises an error if the flags of a row differ
+        if terminated.numel() > data.numel():
+            self._terminates(terminated)  # before the write: raises an error if the flags of a row differ
         dtype = reward.dtype if reward.dtype.is_floating_point else torch.float32
         default = self._default
         if default.shape != reward.shape or default.dtype is not dtype or default.device != reward.device:
@@ -182,76 +186,82 @@ class EpisodicReturn(ConfigSafe):
         episodes = writer.index
         assert episodes is not None
         cells = (index if index.is_cpu else index.cpu()).numpy()
-        found = self._entries() if self.critic is None else None
-        if found is None:
-            ended = cells[episodes.arrays[1][cells]]
-            if len(ended):
-                self._fill(episodes, np.unique(ended))
+        arrays = self._kernel_arrays() if self.critic is None else None
+        if arrays is None:
+            last_cells = cells[episodes.arrays[1][cells]]
+            if len(last_cells):
+                self._write_episodes(episodes, np.unique(last_cells))
             return
-        reward, ends, out = found
+        reward, terminated, returns = arrays
         time_steps = self.layout.time_steps
         if jitted(write_returns)(
-            cells, episodes.rings, episodes.arrays, reward, ends, time_steps, int(time_steps),
-            self._factors, out,
+            cells, episodes.rings, episodes.arrays, reward, terminated, time_steps, int(time_steps),
+            self._gamma_and_clip, returns,
         ):  # fmt: skip
             self._storage.bump_revision()
 
-    def _entries(self) -> tuple[Any, Any, Any] | None:
-        """Return rewards, ends and returns of all cells for the kernel; None if the kernel does not support them."""
+    def _kernel_arrays(self) -> tuple[Any, Any, Any] | None:
+        """Return rewards, termination flags and returns of all cells, or None if the kernel does not support them."""
         cells = self._storage.cells
         assert cells is not None
         table = cells.table
-        if self._found[0] is not table:  # the cells were allocated or moved
-            out, reward, ends = (cells.leaves[cells.places[path]] for path in self._paths)
-            plain = out.is_cpu and out.dtype in LIKE and reward.dtype == out.dtype and ends.numel() == len(ends)
-            found = None
-            if plain and (ends.dtype == torch.bool or ends.dtype in LIKE):
-                count = len(out)
-                found = reward.view(count, -1).numpy(), ends.view(-1).numpy(), out.view(count, -1).numpy()
-            self._found = table, found
-        return self._found[1]
+        if self._cached_arrays[0] is not table:  # the cells were allocated or moved
+            returns, reward, terminated = (cells.leaves[cells.places[path]] for path in self._paths)
+            arrays = None
+            if (
+                returns.is_cpu
+                and returns.dtype in LIKE
+                and reward.dtype == returns.dtype
+                and terminated.numel() == len(terminated)
+                and (terminated.dtype == torch.bool or terminated.dtype in LIKE)
+            ):
+                count = len(returns)
+                arrays = reward.view(count, -1).numpy(), terminated.view(-1).numpy(), returns.view(count, -1).numpy()
+            self._cached_arrays = table, arrays
+        return self._cached_arrays[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_found": UNKNOWN}
+        return {**self.__dict__, "_cached_arrays": _NO_ARRAYS}
 
-    def _fill(self, index: EpisodeIndex, ended: Ints) -> None:
+    def _write_episodes(self, index: EpisodeIndex, last_cells: Ints) -> None:
         layout, storage = self.layout, self._storage
-        env, end = index.steps_of(ended)
+        env, end = index.steps_of(last_cells)
         # The reward of a time step belongs to the previous row.
         low = index.bounds(torch.from_numpy(env), torch.from_numpy(end))[0].numpy() + layout.time_steps
-        several = low <= end
-        env, low, end, ended = env[several], low[several], end[several], ended[several]
+        nonempty = low <= end
+        env, low, end, last_cells = env[nonempty], low[nonempty], end[nonempty], last_cells[nonempty]
         if not len(end):
             return
-        run, position, starts = steps_between(low, end)
-        rows = index.cells_of(env[run], position)
+        episode, position, starts = steps_between(low, end)
+        rows = index.cells_of(env[episode], position)
         reward = self._read(layout.reward, rows)
         (_, stored), *_ = storage.leaves(self.key)
         reward = reward.to(stored.dtype)
         if self.reward_clip is not None:
             reward = reward.clamp(*self.reward_clip)
         terminated = self._terminates(self._read(layout.terminated, rows))
-        closing = starts + (end - low)  # the last row of each run
-        place = np.arange(len(rows))
-        known = np.maximum.reduceat(np.where(terminated, place, -1), starts)  # last row with a known return
-        cut = ~terminated[closing]
-        if self.critic is not None and cut.any():
-            value = self._values(self.critic, ended[cut]).to(reward)
-            last = torch.from_numpy(closing[cut]).to(reward.device)
-            reward = reward.index_add(0, last, self.gamma * value.reshape(len(last), *reward.shape[1:]))
-            known[cut] = closing[cut]
-        goes_on = ~terminated
-        goes_on[closing] = False
-        factor = torch.from_numpy(goes_on * self.gamma).to(reward).view(-1, *[1] * (reward.ndim - 1))
+        last_rows = starts + (end - low)  # the last row of each episode
+        row = np.arange(len(rows))
+        last_known = np.maximum.reduceat(np.where(terminated, row, -1), starts)  # last row with a known return
+        truncated = ~terminated[last_rows]
+        if self.critic is not None and truncated.any():
+            value = self._values(self.critic, last_cells[truncated]).to(reward)
+            truncated_rows = torch.from_numpy(last_rows[truncated]).to(reward.device)
+            bootstrap = self.gamma * value.reshape(len(truncated_rows), *reward.shape[1:])
+            reward = reward.index_add(0, truncated_rows, bootstrap)
+            last_known[truncated] = last_rows[truncated]
+        continues = ~terminated
+        continues[last_rows] = False
+        factor = torch.from_numpy(continues * self.gamma).to(reward).view(-1, *[1] * (reward.ndim - 1))
         returns = discounted_scan(reward, factor)
-        keep = np.flatnonzero(place <= known[run])
-        targets = index.cells_of(env[run[keep]], position[keep] - layout.time_steps)
-        storage.write_entry(self.key, torch.from_numpy(targets), returns[torch.from_numpy(keep).to(returns.device)])
+        known_rows = np.flatnonzero(row <= last_known[episode])
+        cells = index.cells_of(env[episode[known_rows]], position[known_rows] - layout.time_steps)
+        storage.write_entry(self.key, torch.from_numpy(cells), returns[torch.from_numpy(known_rows).to(returns.device)])
 
-    def _terminates(self, ends: Tensor) -> Flags:
+    def _terminates(self, flags: Tensor) -> Flags:
         """Return a mask of the terminated rows, ``[n]``."""
         writer = writer_of(self._storage)
-        return self.layout.terminates(ends, None if writer is None else writer.done_reduce)
+        return self.layout.terminates(flags, None if writer is None else writer.done_reduce)
 
     def _read(self, key: NestedKey, rows: Ints) -> Tensor:
         (_, leaf), *_ = self._storage.leaves(key)
@@ -259,6 +269,6 @@ class EpisodicReturn(ConfigSafe):
 
     @torch.no_grad()
     def _values(self, critic: Callable[[TensorDictBase], TensorDictBase], cells: Ints) -> Tensor:
-        last = self._storage.get(torch.from_numpy(cells))
-        value: Tensor = critic(last if self.layout.time_steps else last["next"])["state_value"]
+        last_steps = self._storage.get(torch.from_numpy(cells))
+        value: Tensor = critic(last_steps if self.layout.time_steps else last_steps["next"])["state_value"]
         return value

@@ -41,9 +41,9 @@ class FrameRing:
         self.axis = stack_axis(self.shape)
         if len(self.shape) != 3 or self.shape[self.axis] % frame_stack:
             raise ValueError(
-                f"A stack of {frame_stack} images is [{frame_stack}, H, W], [{frame_stack} * C, H, W] or "
-                f"[H, W, {frame_stack} * C], got {list(self.shape)}; give frame_stack= the number that the environment "
-                "stacks, and keys= the entries that it does so for."
+                f"A stack of {frame_stack} images must be [{frame_stack}, H, W], [{frame_stack} * C, H, W] or "
+                f"[H, W, {frame_stack} * C], got {list(self.shape)}. Pass the environment's number of stacked frames "
+                "as frame_stack, and the keys of its stacked entries as keys."
             )
         size = stack[:1].numel() * stack.element_size() // frame_stack
         rows = (length + frame_stack) * num_envs
@@ -59,17 +59,17 @@ class FrameRing:
         self._set_free(np.arange(len(self.spares)))
 
     def _set_free(self, numbers: Any) -> None:
-        self.free, self.left = np.empty(len(self.spares), np.int32), np.array([len(numbers)])
+        self.free, self.num_free = np.empty(len(self.spares), np.int32), np.array([len(numbers)])
         self.free[: len(numbers)] = numbers
 
     def _grow(self, size: int) -> None:
-        former = self.spares
+        old_spares = self.spares
         check_free_memory(
-            size * self.ring.shape[1], f"Room for {size} frames at the ends of episodes", "lower max_size"
+            size * self.ring.shape[1], f"The memory of {size} frames at the ends of episodes", "lower max_size"
         )
         self.spares = torch.empty((size, self.ring.shape[1]), dtype=torch.uint8)
-        self.spares[: len(former)] = former
-        self._set_free(np.concatenate([self.free[: self.left[0]], np.arange(len(former), size)]))
+        self.spares[: len(old_spares)] = old_spares
+        self._set_free(np.concatenate([self.free[: self.num_free[0]], np.arange(len(old_spares), size)]))
 
     @property
     def reserved(self) -> int:
@@ -83,22 +83,22 @@ class FrameRing:
             return None
         return int((earlier != later).flatten(1).any(1).nonzero()[0])
 
-    def write(self, stack: Tensor, after: Tensor, cells: Tensor, now: Tensor, then: Tensor) -> None:
+    def write(self, stack: Tensor, next_stack: Tensor, cells: Tensor, numbers: Tensor, next_numbers: Tensor) -> None:
         """Store the frames of steps; the rows of each environment must be in chronological order.
 
         Args:
             stack: stacks of the steps, ``[n, ...]``.
-            after: stacks after the steps.
+            next_stack: stacks after the steps.
             cells: cells of the steps, ``[n]``.
-            now: frame numbers of all cells, ``[cells, K]``; negative for empty cells.
-            then: frame numbers of the stacks after the steps.
+            numbers: frame numbers of all cells, ``[cells, K]``; negative for empty cells.
+            next_numbers: frame numbers of the stacks after the steps.
         """
-        shown, seen = self._split(stack).contiguous().numpy(), self._split(after).contiguous().numpy()
+        stacks, next_stacks = self._split(stack).contiguous().numpy(), self._split(next_stack).contiguous().numpy()
         start = 0
         while start < len(cells):
             start = jitted(write_frames)(
-                start, cells.numpy(), shown, seen, self.ring.numpy(), self.spares.numpy(), self.free, self.left,
-                self.counts, self.last, now.numpy(), then.numpy(),
+                start, cells.numpy(), stacks, next_stacks, self.ring.numpy(), self.spares.numpy(), self.free,
+                self.num_free, self.counts, self.last, numbers.numpy(), next_numbers.numpy(),
             )  # fmt: skip
             if start < len(cells):
                 self._grow(len(self.spares) + max(self.count, len(self.spares) // 4))
@@ -134,7 +134,7 @@ class FrameRing:
     @property
     def _used(self) -> tuple[int, int]:
         """Number of leading ring frames and of leading spare slots in use."""
-        envs, spare = len(self.counts), np.setdiff1d(np.arange(len(self.spares)), self.free[: self.left[0]])
+        envs, spare = len(self.counts), np.setdiff1d(np.arange(len(self.spares)), self.free[: self.num_free[0]])
         return min(int(self.counts.max()) + 1, len(self.ring) // envs) * envs, int(spare.max(initial=-1)) + 1
 
     def __getstate__(self) -> dict[str, Any]:
@@ -146,9 +146,9 @@ class FrameRing:
     def __setstate__(self, state: dict[str, Any]) -> None:
         rows, sizes = state.pop("packed")
         self.__dict__.update(state)
-        self.ring, self.spares = (unpacked_rows(part, len(part), size) for part, size in zip(rows, sizes, strict=True))
+        self.ring, self.spares = (unpacked_rows(row, len(row), size) for row, size in zip(rows, sizes, strict=True))
 
-    def known_of(self, numbers: Tensor) -> dict[str, Any]:
+    def state_of(self, numbers: Tensor) -> dict[str, Any]:
         """Return the stored frames as a state; ``numbers`` are the frame numbers of all stored steps."""
         highest = int(numbers.max()) if numbers.numel() else 0
         frames = self.ring[: self._used[0]]
@@ -161,27 +161,27 @@ class FrameRing:
             "spares": spares,
         }
 
-    def learn(self, known: Mapping[str, Any], now: Tensor, then: Tensor) -> None:
-        """Restore the state ``known`` of :meth:`known_of`; ``now`` and ``then`` are as in :meth:`write`."""
+    def load_state(self, state: Mapping[str, Any], numbers: Tensor, next_numbers: Tensor) -> None:
+        """Restore a state of :meth:`state_of`; the frame numbers are as in :meth:`write`."""
         self.clear()
-        frames, spares = known["frames"], known["spares"]
+        frames, spares = state["frames"], state["spares"]
         self.ring[: len(frames)] = frames
         if len(spares) > len(self.spares):
             self._grow(len(spares))
         self.spares[: len(spares)] = spares
-        self.counts[:], self.last[:] = known["counts"].numpy(), known["last"].numpy()
-        stored = now[:, 0] >= 0
-        self.last[~stored[known["last"]].numpy()] = -1
-        shown = torch.cat([now[stored].flatten(), then[stored].flatten()]).unique() - len(self.ring)
-        self._set_free(np.setdiff1d(np.arange(len(self.spares)), shown.numpy()))
+        self.counts[:], self.last[:] = state["counts"].numpy(), state["last"].numpy()
+        stored = numbers[:, 0] >= 0
+        self.last[~stored[state["last"]].numpy()] = -1
+        used_spares = torch.cat([numbers[stored].flatten(), next_numbers[stored].flatten()]).unique() - len(self.ring)
+        self._set_free(np.setdiff1d(np.arange(len(self.spares)), used_spares.numpy()))
 
 
 def check_frames(
-    state_dict: Any, name: str, now: Tensor, then: Tensor, width: int, cells: int, frame_stack: int
+    state_dict: Any, name: str, numbers: Tensor, next_numbers: Tensor, width: int, cells: int, frame_stack: int
 ) -> None:
     """Validate a state of frames against the frame numbers of the steps and the ring size; raise ValueError."""
     owner = f"frames of {name}"
-    check_state(state_dict, {"stack": tensor_of_images, "counts": tensor(torch.int64, width, low=0)}, owner)
+    check_state(state_dict, {"stack": image_stack, "counts": tensor(torch.int64, width, low=0)}, owner)
     stack = state_dict["stack"]
     size = stack.numel() * stack.element_size() // frame_stack
     schema = {
@@ -190,18 +190,19 @@ def check_frames(
         "spares": tensor(torch.uint8, None, size),
     }
     check_state(state_dict, schema, owner)
-    rows, held, spare = cells + frame_stack * width, len(state_dict["frames"]), len(state_dict["spares"])
-    used = min(int(state_dict["counts"].max()) + 1, rows // width) * width
-    for numbers in (now, then):
-        fits = numbers.dtype == torch.int32 and numbers.shape == (len(numbers), frame_stack)
-        inside = (numbers >= 0) & ((numbers < held) | ((numbers >= rows) & (numbers < rows + spare)))
-        if not fits or not inside.all() or held != used:
+    rows, num_frames, num_spares = cells + frame_stack * width, len(state_dict["frames"]), len(state_dict["spares"])
+    num_used = min(int(state_dict["counts"].max()) + 1, rows // width) * width
+    for array in (numbers, next_numbers):
+        is_numbers = array.dtype == torch.int32 and array.shape == (len(array), frame_stack)
+        is_stored = (array >= 0) & ((array < num_frames) | ((array >= rows) & (array < rows + num_spares)))
+        if not is_numbers or not is_stored.all() or num_frames != num_used:
             raise ValueError(
-                f"The {owner} state is foreign: it holds {held} and {spare} frames, its steps show others."
+                f"The state of {owner} must contain the frames of its steps, got {num_frames} ring frames and "
+                f"{num_spares} spare frames."
             )
 
 
-tensor_of_images = expect(
+image_stack = expect(
     lambda value: isinstance(value, Tensor) and value.ndim == 4 and len(value) == 1 and value.is_cpu,
     "one stack of images",
 )
@@ -210,89 +211,91 @@ tensor_of_images = expect(
 def write_frames(
     start: int,
     cells: Any,
-    shown: Any,
-    seen: Any,
+    stacks: Any,
+    next_stacks: Any,
     ring: Any,
     spares: Any,
     free: Any,
-    left: Any,
+    num_free: Any,
     counts: Any,
     last: Any,
-    now: Any,
-    then: Any,
+    cell_numbers: Any,
+    next_numbers: Any,
 ) -> int:
     """Store the frames of steps (numba).
 
     Args:
         start: the first row to write.
         cells: cells of the steps, ``[n]``.
-        shown: the stacks of the steps, ``[n, K, S]`` bytes.
-        seen: the stacks after the steps; only the newest frames are new.
+        stacks: the stacks of the steps, ``[n, K, S]`` bytes.
+        next_stacks: the stacks after the steps; only the newest frames are new.
         ring: the frames of the environments, ``[R, S]``.
         spares: the spare slots, numbered from ``R`` on.
         free: numbers of the free spare slots, minus ``R``.
-        left: number of free spare slots.
+        num_free: number of free spare slots.
         counts: number of steps written per environment, ``[num_envs]``.
         last: cell of the last written step of each environment, or -1.
-        now: frame numbers of each cell, ``[cells, K]``.
-        then: frame numbers of the stack after each cell.
+        cell_numbers: frame numbers of each cell, ``[cells, K]``.
+        next_numbers: frame numbers of the stack after each cell.
 
     Returns:
         The first row without enough spare slots, or ``n``.
     """
     # Copy bytes between addresses: numba needs three times as long to compile slice assignments.
     rows, size = ring.shape
-    width, count = len(counts), shown.shape[1]
+    width, count = len(counts), stacks.shape[1]
     length = rows // width
-    kept, spared, source, newer = ring.ctypes.data, spares.ctypes.data, shown.ctypes.data, seen.ctypes.data
+    ring_address, spare_address = ring.ctypes.data, spares.ctypes.data
+    stack_address, next_stack_address = stacks.ctypes.data, next_stacks.ctypes.data
     numbers = np.empty(count, np.int32)
     for row in range(start, len(cells)):
-        if left[0] < count:
+        if num_free[0] < count:
             return row
         cell = cells[row]
         env = cell % width
-        here, behind = counts[env] % length * width + env, (counts[env] + 1) % length * width + env
-        before, newest = last[env], row * count + count - 1
-        goes_on = before >= 0
-        place = count - 1
-        while goes_on and place >= 0:
-            numbers[place] = number = then[before, place]
+        slot, next_slot = counts[env] % length * width + env, (counts[env] + 1) % length * width + env
+        previous, newest = last[env], row * count + count - 1
+        continues = previous >= 0
+        index = count - 1
+        while continues and index >= 0:
+            numbers[index] = number = next_numbers[previous, index]
             frame = ring[number] if number < rows else spares[number - rows]
             different = np.uint8(0)
             for byte in range(size):
-                different |= frame[byte] ^ shown[row, place, byte]
-            goes_on = different == 0
-            place -= 1
-        if not goes_on:
-            if before >= 0 and before != cell:
-                left[0] -= 1
-                copy_bytes(spared + free[left[0]] * size, kept + here * size, size)
-                then[before, count - 1] = rows + free[left[0]]
-            copy_bytes(kept + here * size, source + newest * size, size)
+                different |= frame[byte] ^ stacks[row, index, byte]
+            continues = different == 0
+            index -= 1
+        if not continues:
+            if previous >= 0 and previous != cell:
+                num_free[0] -= 1
+                copy_bytes(spare_address + free[num_free[0]] * size, ring_address + slot * size, size)
+                next_numbers[previous, count - 1] = rows + free[num_free[0]]
+            copy_bytes(ring_address + slot * size, stack_address + newest * size, size)
             different = np.uint8(0)
-            for place in range(count - 1):
+            for index in range(count - 1):
                 for byte in range(size):
-                    different |= shown[row, place, byte] ^ shown[row, count - 1, byte]
-            for place in range(count):
-                numbers[place] = here
-                if different and place < count - 1:
-                    left[0] -= 1
-                    earlier = source + (row * count + place) * size
-                    copy_bytes(spared + free[left[0]] * size, earlier, size)
-                    numbers[place] = rows + free[left[0]]
+                    different |= stacks[row, index, byte] ^ stacks[row, count - 1, byte]
+            for index in range(count):
+                numbers[index] = slot
+                if different and index < count - 1:
+                    num_free[0] -= 1
+                    earlier_address = stack_address + (row * count + index) * size
+                    copy_bytes(spare_address + free[num_free[0]] * size, earlier_address, size)
+                    numbers[index] = rows + free[num_free[0]]
         # Remove the overwritten step and free its spare slots, unless a later step uses them.
-        if now[cell, 0] >= rows:
-            free[left[0]] = now[cell, 0] - rows
-            left[0] += 1
-        if now[cell, 0] >= 0 and (then[cell, count - 1] >= rows or (before == cell and not goes_on)):
-            for place in range(count):
-                if then[cell, place] >= rows:
-                    free[left[0]] = then[cell, place] - rows
-                    left[0] += 1
-        for place in range(count):
-            now[cell, place] = numbers[place]
-            then[cell, place] = numbers[place + 1] if place < count - 1 else behind
-        copy_bytes(kept + behind * size, newer + newest * size, size)
+        if cell_numbers[cell, 0] >= rows:
+            free[num_free[0]] = cell_numbers[cell, 0] - rows
+            num_free[0] += 1
+        is_filled, has_spare_slot = cell_numbers[cell, 0] >= 0, next_numbers[cell, count - 1] >= rows
+        if is_filled and (has_spare_slot or (previous == cell and not continues)):
+            for index in range(count):
+                if next_numbers[cell, index] >= rows:
+                    free[num_free[0]] = next_numbers[cell, index] - rows
+                    num_free[0] += 1
+        for index in range(count):
+            cell_numbers[cell, index] = numbers[index]
+            next_numbers[cell, index] = numbers[index + 1] if index < count - 1 else next_slot
+        copy_bytes(ring_address + next_slot * size, next_stack_address + newest * size, size)
         counts[env] += 1
         last[env] = cell
     return len(cells)
@@ -301,8 +304,8 @@ def write_frames(
 def read_frames(numbers: Any, ring: Any, spares: Any, frames: Any) -> None:
     """Copy the frames ``numbers``, ``[n]``, from ring or spare slots to ``frames``, ``[n, S]`` (numba)."""
     rows, size = ring.shape
-    source, other, target = ring.ctypes.data, spares.ctypes.data, frames.ctypes.data
+    ring_address, spare_address, frame_address = ring.ctypes.data, spares.ctypes.data, frames.ctypes.data
     for row in range(len(numbers)):
         number = numbers[row]
-        address = source + number * size if number < rows else other + (number - rows) * size
-        copy_bytes(target + row * size, address, size)
+        address = ring_address + number * size if number < rows else spare_address + (number - rows) * size
+        copy_bytes(frame_address + row * size, address, size)

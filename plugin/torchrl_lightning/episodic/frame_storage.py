@@ -62,7 +62,7 @@ class FrameStorage(RingStorage):
         [[2, 2, 2], [2, 2, 3], [2, 3, 4]]
     """
 
-    STATE = {**RingStorage.STATE, "frame_stack": Attribute(), "frames": Attribute(mapping, "_shown")}
+    STATE = {**RingStorage.STATE, "frame_stack": Attribute(), "frames": Attribute(mapping, "_frame_states")}
 
     def __init__(
         self, max_size: int = 100_000, frame_stack: int = 4, *, keys: Sequence[NestedKey] = ("observation",)
@@ -84,18 +84,16 @@ class FrameStorage(RingStorage):
         shapes = [list(specs.observation[key].shape) for key in self.keys]
         if any(len(shape) != 3 for shape in shapes):
             return (
-                f"frame_stack={self.frame_stack} keeps stacks of images, but the environment observes {shapes[0]}. "
-                "Take one that stacks images, such as env=atari, or another stream, such as data=uniform."
+                f"frame_stack={self.frame_stack} needs observations of stacked images, got the shape {shapes[0]}. "
+                "Use an environment that stacks images, such as env=atari, or other data, such as data=uniform."
             )
         if specs.frame_stack in (None, 1, self.frame_stack):  # the user's own wrappers may stack frames
             return None
-        return (
-            f"frame_stack={self.frame_stack} differs from data.env.frame_stack={specs.frame_stack}; give both the same."
-        )
+        return f"frame_stack={self.frame_stack} must equal data.env.frame_stack={specs.frame_stack}."
 
     def share(self) -> NoReturn:
         """Raise ValueError: frames cannot be shared with other processes."""
-        raise ValueError("A FrameStorage cannot be shared with other processes; use RingStorage.")
+        raise ValueError("A FrameStorage cannot be shared with other processes. Use RingStorage.")
 
     # ------------------------------------------------------------------ writing
 
@@ -109,7 +107,8 @@ class FrameStorage(RingStorage):
         rings = rings_in(self)
         if rings is None:
             raise ValueError(
-                "A FrameStorage is filled by a RingWriter, which tells environments apart; give it to one."
+                "A FrameStorage must have a RingWriter, which separates the environments. Pass the storage to an "
+                "ExperienceBuffer."
             )
         tree = tree_of(data)
         leaves = dict(leaves_of(tree))
@@ -119,10 +118,10 @@ class FrameStorage(RingStorage):
             after = next_key(path)
             if path not in leaves or after not in leaves:
                 raise KeyError(
-                    f"FrameStorage needs the entries {name_of(path)} and {name_of(after)}; {sorted(leaves)} came."
+                    f"The data must have the entries {name_of(path)} and {name_of(after)}, got {sorted(leaves)}."
                 )
             if leaves[path].shape != leaves[after].shape or leaves[path].dtype != leaves[after].dtype:
-                raise ValueError(f"The stacks {name_of(path)} and {name_of(after)} differ in shape or dtype.")
+                raise ValueError(f"The stacks {name_of(path)} and {name_of(after)} must have the same shape and dtype.")
             self.frames[path] = FrameRing(leaves[path], self.frame_stack, rings.length, rings.num_envs)
             leaves[path] = leaves[after] = numbers.expand(len(leaves[path]), -1)
         super().allocate(to_tensordict(to_tree(leaves), torch.Size([len(data)])))
@@ -141,7 +140,7 @@ class FrameStorage(RingStorage):
 
     def set(self, cursor: Any, data: TensorDictBase, *, set_cursor: bool = True) -> NoReturn:
         """Raise TypeError: frames must be written in order, not to scattered cells."""
-        raise TypeError("A FrameStorage is written by its RingWriter alone; use extend of the buffer.")
+        raise TypeError("Only its RingWriter can write to a FrameStorage. Use extend of the buffer.")
 
     def clear(self) -> None:
         """Delete the stored data; called by ``ReplayBuffer.empty``."""
@@ -158,11 +157,13 @@ class FrameStorage(RingStorage):
         Raises:
             KeyError: the entry is not stored, or it is a stack.
         """
-        found = super().leaves(key)
-        stacks = [path for path, _ in found if (path[1:] if path[0] == "next" else path) in self.frames]
+        leaves = super().leaves(key)
+        stacks = [path for path, _ in leaves if (path[1:] if path[0] == "next" else path) in self.frames]
         if stacks:
-            raise KeyError(f"The entry {name_of(stacks[0])} is kept as frames and can only be read with whole steps.")
-        return found
+            raise KeyError(
+                f"The entry {name_of(stacks[0])} is stored as frames and can only be read with complete steps."
+            )
+        return leaves
 
     def _view(self, index: Any) -> TensorDictBase:
         if isinstance(index, int) or (isinstance(index, Tensor) and index.ndim == 0 and index.dtype != torch.bool):
@@ -184,12 +185,12 @@ class FrameStorage(RingStorage):
             self.leaf(path)[cells:] = -1
 
     @property
-    def _shown(self) -> dict[str, Any]:
-        filled = self._uneven_cells
-        cells, frames = torch.arange(len(self)) if filled is None else filled, {}
+    def _frame_states(self) -> dict[str, Any]:
+        uneven_cells = self._uneven_cells
+        cells, frames = torch.arange(len(self)) if uneven_cells is None else uneven_cells, {}
         for path, ring in self.frames.items():
-            shown = torch.cat([self.leaf(path)[cells], self.leaf(next_key(path))[cells]])
-            frames[".".join(path)] = ring.known_of(shown)
+            numbers = torch.cat([self.leaf(path)[cells], self.leaf(next_key(path))[cells]])
+            frames[".".join(path)] = ring.state_of(numbers)
         return frames
 
     def _validate_consistency(self, values: Mapping[str, Any]) -> None:
@@ -198,17 +199,21 @@ class FrameStorage(RingStorage):
             return
         leaves, rings, frames = dict(leaves_of(values["data"])), rings_in(self), values["frames"]
         if rings is None:
-            raise ValueError("A FrameStorage is filled by a RingWriter; restore it with its buffer.")
+            raise ValueError("A FrameStorage must have a RingWriter. Load the state of the complete buffer.")
         check_state(frames, {".".join(path_of(key)): mapping for key in self.keys}, self.OWNER)
         for path in map(path_of, self.keys):
             name, after = ".".join(path), next_key(path)
             if path not in leaves or after not in leaves:
-                raise ValueError(f"The storage state is foreign: it lacks {name_of(path)} or {name_of(after)}.")
+                raise ValueError(
+                    f"The state of the storage must have the entries {name_of(path)} and {name_of(after)}."
+                )
             stack = frames[name].get("stack")
             numbers = leaves[path], leaves[after]
             check_frames(frames[name], name, *numbers, rings.num_envs, self.max_size, self.frame_stack)
             if self.frames and (stack.shape[1:] != self.frames[path].shape or stack.dtype != self.frames[path].dtype):
-                raise ValueError(f"The state holds other stacks {name_of(path)} than this storage.")
+                raise ValueError(
+                    f"The stacks {name_of(path)} of the state must have the shape and dtype of this storage."
+                )
 
     def apply_state(self, values: Mapping[str, Any]) -> None:
         """Restore the filled cells and their frames."""
@@ -220,13 +225,13 @@ class FrameStorage(RingStorage):
                 after = {next_key(path): stack for path, stack in stacks.items()}
                 rows = {path: leaf.new_zeros((1, *leaf.shape[1:])) for path, leaf in leaves.items()}
                 self.allocate(to_tensordict(to_tree({**rows, **stacks, **after}), torch.Size([1])))
-            where = torch.arange(count) if cells is None else cells
+            indices = torch.arange(count) if cells is None else cells
             for path in self.frames:
                 self.leaf(path).fill_(-1)
             for path, leaf in leaves.items():
-                self.leaf(path)[where] = leaf
+                self.leaf(path)[indices] = leaf
             for path, ring in self.frames.items():
-                ring.learn(rings[".".join(path)], self.leaf(path), self.leaf(next_key(path)))
+                ring.load_state(rings[".".join(path)], self.leaf(path), self.leaf(next_key(path)))
         self.record_cursor(values["cursor"])
         self.set_length(count)
 
@@ -247,24 +252,26 @@ class FrameCells(Cells):
 
     def match(self, data: TensorDictBase, rows: int) -> tuple[list[Tensor], tuple[Ints, Ints] | None]:
         """Return the leaves of ``data``, stacks included, after validating them."""
-        found, _ = super().match(data, rows)
-        for path, (place, after) in self._stacks.items():
-            row = self.frames[path].first_discontinuity(found[place], found[after])
+        leaves, _ = super().match(data, rows)
+        for path, (index, next_index) in self._stacks.items():
+            row = self.frames[path].first_discontinuity(leaves[index], leaves[next_index])
             if row is not None:
                 raise ValueError(
-                    f"The stack {name_of(next_key(path))} of row {row} is not that of {name_of(path)} moved on by one "
-                    "frame; use RingStorage for what is not stacked by a recipe's frame_stack; nothing was written."
+                    f"The stack {name_of(next_key(path))} of row {row} must be {name_of(path)} shifted by one frame. "
+                    "Nothing was written. Use RingStorage for entries that are not stacked by a recipe's frame_stack."
                 )
-        return found, None
+        return leaves, None
 
     def scatter(self, leaves: list[Tensor], index: Tensor) -> None:
         """Copy matched leaves into cells; the rows of each environment must be in order."""
-        stacks = {place for pair in self._stacks.values() for place in pair}
-        for place, (store, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
-            if place not in stacks:
+        stacks = {column for pair in self._stacks.values() for column in pair}
+        for column, (store, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
+            if column not in stacks:
                 store.index_copy_(0, index, leaf.detach())
-        for path, (now, then) in self._stacks.items():
-            self.frames[path].write(leaves[now], leaves[then], index, self.leaves[now], self.leaves[then])
+        for path, (leaf_index, next_index) in self._stacks.items():
+            self.frames[path].write(
+                leaves[leaf_index], leaves[next_index], index, self.leaves[leaf_index], self.leaves[next_index]
+            )
 
     def gather(
         self, index: Tensor, names: Names = None, skip: Collection[Path] = frozenset(), after: Tensor | None = None
@@ -272,12 +279,12 @@ class FrameCells(Cells):
         """Read entries of the cells ``index`` like :meth:`Cells.gather`, with complete stacks."""
         entries = super().gather(index, names, skip, after)
         for path, frames in self.frames.items():
-            for full in (path, next_key(path)):
+            for full_path in (path, next_key(path)):
                 level = entries
-                for part in full[:-1]:
+                for part in full_path[:-1]:
                     level = entries_of(level[part])
-                if full[-1] in level:
-                    level[full[-1]] = frames.read(level[full[-1]])
+                if full_path[-1] in level:
+                    level[full_path[-1]] = frames.read(level[full_path[-1]])
         return entries
 
 

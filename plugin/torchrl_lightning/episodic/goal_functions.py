@@ -14,15 +14,15 @@ from torchrl_lightning.environments.copies import copied
 from torchrl_lightning.environments.env_errors import EnvironmentFault
 from torchrl_lightning.environments.goals import GoalFunction
 
-NEAR = 0.05
+GOAL_DISTANCE = 0.05
 Goals = Any
 """A tensor, or a TensorDict of nested goals; the step dimensions come first."""
 Lookup = Callable[[str], Tensor | None]
 """A function of a name: the entry ``[n, ...]`` of the observations after the steps, or None."""
-_FEW = 16  # number of steps to test if a function is vectorised
+_NUM_PROBED = 16  # number of steps to test if a function is vectorised
 
 
-class _Untouchable:
+class _UnreadableGoal:
     """A goal that raises an error if a function compares or reads it."""
 
     def _raise(self, *args: Any, **options: Any) -> Any:
@@ -41,12 +41,12 @@ class EnvironmentFunction:
 
     def __init__(self, function: GoalFunction) -> None:
         self._function = function
-        self._takes_many: bool | None = None  # None until the first batch
+        self._is_vectorized: bool | None = None  # None until the first batch
 
     def depends_on_goals(self) -> bool:
         """Return False if the function ignores the goals, as in environments that never end at a goal."""
         try:
-            self._function(_Untouchable(), _Untouchable(), StepInfo(lambda name: None))
+            self._function(_UnreadableGoal(), _UnreadableGoal(), StepInfo(lambda name: None))
         except NotImplementedError:
             return False
         except Exception:  # the function read a goal
@@ -56,35 +56,37 @@ class EnvironmentFunction:
     def __call__(self, achieved: Goals, desired: Goals, lookup: Lookup, dims: int) -> Tensor:
         """Return one number for each step; the goals start with ``dims`` step dimensions."""
         if dims > 1:
-            rewards = self(achieved.flatten(0, dims - 1), desired.flatten(0, dims - 1), _flat(lookup, dims), 1)
+            lookup = _flatten_lookup(lookup, dims)
+            rewards = self(achieved.flatten(0, dims - 1), desired.flatten(0, dims - 1), lookup, 1)
             return rewards.view(achieved.shape[:dims])
         # Pass copies, because the environment may modify them.
-        reached, wanted = copied(_arrays(achieved)), copied(_arrays(desired))
-        if self._takes_many is None and len(achieved) > 1:
-            first, goals = _part(reached, slice(_FEW)), _part(wanted, slice(_FEW))
-            rows = self._of_each(copied(first), copied(goals), lookup)
-            few = copied(first), copied(goals), StepInfo(lookup, slice(_FEW))
+        achieved_arrays, desired_arrays = copied(_arrays(achieved)), copied(_arrays(desired))
+        if self._is_vectorized is None and len(achieved) > 1:
+            probed = slice(_NUM_PROBED)
+            first_achieved, first_desired = _index_goals(achieved_arrays, probed), _index_goals(desired_arrays, probed)
+            expected = self._call_per_step(copied(first_achieved), copied(first_desired), lookup)
+            arguments = copied(first_achieved), copied(first_desired), StepInfo(lookup, probed)
             try:
-                many = np.asarray(self._function(*few), dtype=np.float64)
-                self._takes_many = many.size == rows.size and np.allclose(many.reshape(-1), rows, equal_nan=True)
+                results = np.asarray(self._function(*arguments), dtype=np.float64).reshape(-1)
+                self._is_vectorized = results.size == expected.size and np.allclose(results, expected, equal_nan=True)
             except Exception:  # the function is not vectorised
-                self._takes_many = False
-        if not self._takes_many:
-            return torch.from_numpy(self._of_each(reached, wanted, lookup))
-        return torch.as_tensor(self._function(reached, wanted, StepInfo(lookup, slice(None))))
+                self._is_vectorized = False
+        if not self._is_vectorized:
+            return torch.from_numpy(self._call_per_step(achieved_arrays, desired_arrays, lookup))
+        return torch.as_tensor(self._function(achieved_arrays, desired_arrays, StepInfo(lookup, slice(None))))
 
-    def _of_each(self, achieved: Any, desired: Any, lookup: Lookup) -> Any:
-        pairs = enumerate(zip(_each(achieved), _each(desired), strict=True))
+    def _call_per_step(self, achieved: Any, desired: Any, lookup: Lookup) -> Any:
+        pairs = enumerate(zip(_iterate_goals(achieved), _iterate_goals(desired), strict=True))
         try:
-            return np.array([float(self._function(one, other, StepInfo(lookup, row))) for row, (one, other) in pairs])
+            return np.array([float(self._function(*goals, StepInfo(lookup, row))) for row, goals in pairs])
         except EnvironmentFault:
             raise
         except Exception as error:
             name = getattr(self._function, "__name__", "The function")
             raise EnvironmentFault(
-                f"{name} of the environment cannot be called with the goals of stored steps and their info: "
-                f"{type(error).__name__}: {error}. Give HindsightRelabel one that can, as compute_reward= or "
-                "compute_terminated=."
+                f"{name} of the environment must accept the goals and the info of stored steps, got "
+                f"{type(error).__name__}: {error}. Pass another function as compute_reward= or compute_terminated= to "
+                "HindsightRelabel."
             ) from error
 
 
@@ -95,29 +97,31 @@ def _arrays(goals: Goals) -> Any:
     return {key: _arrays(goals.get(key)) for key in goals.keys()}  # noqa: SIM118
 
 
-def _part(goals: Any, part: Any) -> Any:
-    return {key: _part(entry, part) for key, entry in goals.items()} if isinstance(goals, dict) else goals[part]
+def _index_goals(goals: Any, index: Any) -> Any:
+    return (
+        {key: _index_goals(entry, index) for key, entry in goals.items()} if isinstance(goals, dict) else goals[index]
+    )
 
 
-def _each(goals: Any) -> Any:
+def _iterate_goals(goals: Any) -> Any:
     """Return an iterable over the goals of single steps."""
     if not isinstance(goals, dict):
         return goals
     entry = goals
     while isinstance(entry, dict):
         entry = next(iter(entry.values()))
-    return [_part(goals, row) for row in range(len(entry))]
+    return [_index_goals(goals, row) for row in range(len(entry))]
 
 
-def _flat(lookup: Lookup, dims: int) -> Lookup:
-    def found(name: str) -> Tensor | None:
+def _flatten_lookup(lookup: Lookup, dims: int) -> Lookup:
+    def flat_lookup(name: str) -> Tensor | None:
         entry = lookup(name)
         return None if entry is None else entry.flatten(0, dims - 1)
 
-    return found
+    return flat_lookup
 
 
-class GivenFunction:
+class UserFunction:
     """Call a user's function of tensors."""
 
     def __init__(self, function: GoalFunction) -> None:
@@ -137,8 +141,8 @@ class StepInfo(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if (entry := self._lookup(name)) is None:
             raise EnvironmentFault(
-                f"the rewards of relabelled goals need info[{name!r}], which stored steps do not have. Show it as an "
-                f"entry of the observation named {name!r}, or give HindsightRelabel a compute_reward= without it."
+                f"the rewards of relabelled goals need info[{name!r}], but stored steps do not have it. Add an entry "
+                f"{name!r} to the observation, or pass compute_reward= without it to HindsightRelabel."
             )
         return entry if self._rows is None else copied(entry.numpy(force=True)[self._rows])
 
@@ -161,59 +165,58 @@ class DefaultReward:
             achieved = achieved if achieved.is_complex() else achieved.double()
         difference = achieved - desired
         distance = difference.abs() if difference.ndim == dims else torch.linalg.vector_norm(difference, dim=-1)
-        return (distance < NEAR).float() - 1
+        return (distance < GOAL_DISTANCE).float() - 1
 
 
-def default_reward_error(*goals: tuple[torch.Size, torch.dtype] | None) -> str | None:
+def default_reward_error(*specs: tuple[torch.Size, torch.dtype] | None) -> str | None:
     """Return an error message if the default reward cannot compare the goals, else None.
 
     Args:
-        goals: shape without step dimensions and dtype of achieved and desired goals; None for nested goals.
+        specs: shape without step dimensions and dtype of achieved and desired goals; None for nested goals.
     """
-    for form in goals:
-        if form is None:
-            kind = "nested entries"
+    for spec in specs:
+        if spec is None:
+            description = "nested entries"
         else:
-            shape, dtype = form
-            if shape in ((), (1,)) or (len(shape) == 1 and dtype in _COMPARED):
+            shape, dtype = spec
+            if shape in ((), (1,)) or (len(shape) == 1 and dtype in _COMPARABLE_DTYPES):
                 continue
-            kind = f"{str(dtype).removeprefix('torch.')} of shape {list(shape)}"
+            description = f"{str(dtype).removeprefix('torch.')} of shape {list(shape)}"
         return (
             f"goals must be floating-point vectors or single numbers for the default reward of HindsightRelabel, got "
-            f"{kind}. Give it a compute_reward= that compares these goals."
+            f"{description}. Pass compute_reward= that compares these goals."
         )
-    sizes = [form[0] for form in goals if form is not None]
+    sizes = [spec[0] for spec in specs if spec is not None]
     if len({size.numel() for size in sizes}) > 1:
         return (
-            f"goals must have as many numbers as what is achieved for the default reward of HindsightRelabel, got the "
-            f"shapes {' and '.join(str(list(size)) for size in sizes)}. Give it a goal= that makes goals of what is "
-            "achieved, or a compute_reward= that compares them."
+            f"goals must have the size of achieved goals for the default reward of HindsightRelabel, got the shapes "
+            f"{' and '.join(str(list(size)) for size in sizes)}. Pass goal= that converts achieved goals to "
+            "desired goals, or compute_reward= that compares them."
         )
     return None
 
 
-def form_of(goals: Goals, dims: int) -> tuple[torch.Size, torch.dtype] | None:
+def goal_spec(goals: Goals, dims: int) -> tuple[torch.Size, torch.dtype] | None:
     """Return shape and dtype of goals after their ``dims`` step dimensions; None for nested goals."""
     return None if isinstance(goals, TensorDictBase) else (goals.shape[dims:], goals.dtype)
 
 
-_COMPARED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+_COMPARABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
-def check_recomputed(what: str, stored: Tensor, found: Tensor) -> None:
+def check_reproduced(quantity: str, stored: Tensor, computed: Tensor) -> None:
     """Validate that a function reproduces the stored numbers.
 
     Raises:
         EnvironmentFault: a number differs; the message contains both numbers.
     """
-    expected, found = stored.double().cpu(), found.double()
-    wrong = ~torch.isclose(found, expected, rtol=1e-3, atol=1e-3)
-    if wrong.any():
-        row = int(wrong.nonzero()[0])
-        name = f"compute_{what}"
+    expected, computed = stored.double().cpu(), computed.double()
+    differs = ~torch.isclose(computed, expected, rtol=1e-3, atol=1e-3)
+    if differs.any():
+        row = int(differs.nonzero()[0])
+        name = f"compute_{quantity}"
         raise EnvironmentFault(
-            f"hindsight would learn from other numbers than the environment gives: of {len(found)} stored steps "
-            f"{int(wrong.sum())} have another {what} than {name} gives for their own goals, such as "
-            f"{expected[row].item():g} where it gives {found[row].item():g}. Give HindsightRelabel a {name}= that "
-            "gives what the environment does, its wrappers included."
+            f"{name} must return the stored {quantity} for the stored goals, but differs in {int(differs.sum())} of "
+            f"{len(computed)} steps: stored is {expected[row].item():g}, {name} returns {computed[row].item():g}. Pass "
+            f"{name}= to HindsightRelabel that returns the values of the environment including its wrappers."
         )

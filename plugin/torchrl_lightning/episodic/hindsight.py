@@ -31,11 +31,11 @@ from torchrl_lightning.episodic.episodic_return import EpisodicReturn
 from torchrl_lightning.episodic.goal_functions import (
     DefaultReward,
     EnvironmentFunction,
-    GivenFunction,
     Goals,
-    check_recomputed,
+    UserFunction,
+    check_reproduced,
     default_reward_error,
-    form_of,
+    goal_spec,
 )
 from torchrl_lightning.episodic.time_steps import FIRST, LAST, MID, TIME_STEPS, TRANSITIONS
 from torchrl_lightning.replay.episode_transform import EpisodeTransform
@@ -46,7 +46,7 @@ UNCHANGED = 1000
 """Number of rows with a new goal but no changed reward that triggers a warning."""
 ROUNDING = 1e-5
 """Tolerance for equal rewards, as a fraction of the largest reward."""
-Function = EnvironmentFunction | GivenFunction | DefaultReward
+Function = EnvironmentFunction | UserFunction | DefaultReward
 _Functions = tuple[Function, Function | None, dict[str, float]]
 """Functions for rewards and termination flags, and the default of each stored return by its key."""
 
@@ -138,7 +138,8 @@ class HindsightRelabel(EpisodeTransform):
         self.achieved_goal_key, self.desired_goal_key = nested_key(achieved_goal_key), nested_key(desired_goal_key)
         self.reward_key = nested_key(reward_key)
         self.goal = goal
-        self._given = {"compute_reward": _apart(compute_reward), "compute_terminated": _apart(compute_terminated)}
+        functions = {"compute_reward": compute_reward, "compute_terminated": compute_terminated}
+        self._user_functions = {name: _to_copyable(function) for name, function in functions.items()}
         self._environment: EnvironmentGoals | None = None
         self._functions: _Functions | None = None  # set on first use
         self._unchanged: list[int] = [0]  # rows with a new goal but the same reward; empty after the decision
@@ -146,17 +147,17 @@ class HindsightRelabel(EpisodeTransform):
 
     def misfit(self, specs: Any, learner: Any = None) -> str | None:
         """Return an error message if goals of an environment with these specs cannot be relabelled, else None."""
-        shown = specs.keys
+        available = specs.keys
         for name, key in (("achieved_goal_key", self.achieved_goal_key), ("desired_goal_key", self.desired_goal_key)):
-            if not any(under(entry, key) for entry in shown):
+            if not any(under(entry, key) for entry in available):
                 return (
-                    f"{name} names nothing that the environment shows, which is {', '.join(map(str, shown))}. Take one "
-                    "with goals, such as env=robotics, or another stream, such as data=uniform."
+                    f"{name} must be an entry of the observations, {', '.join(map(str, available))}, got {key!r}. Use "
+                    "an environment with goals, such as env=robotics, or other data, such as data=uniform."
                 )
         keys = [self.desired_goal_key] if self.goal is not None else [self.achieved_goal_key, self.desired_goal_key]
-        forms = [(specs.observation[key].shape, specs.observation[key].dtype) if key in shown else None for key in keys]
-        error = default_reward_error(*forms)
-        if error is None or not self.her_proportion or self._function("compute_reward") is not None:
+        leaves = [specs.observation[key] if key in available else None for key in keys]
+        error = default_reward_error(*(None if leaf is None else (leaf.shape, leaf.dtype) for leaf in leaves))
+        if error is None or not self.her_proportion or self._find_function("compute_reward") is not None:
             return None
         return error
 
@@ -172,116 +173,122 @@ class HindsightRelabel(EpisodeTransform):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Relabel a batch; it needs an entry ``index``, ``[B]`` or ``[B, T]``."""
         episodes = self.episodes
-        is_folded = "steps_to_next_obs" in tensordict
+        is_folded = "steps_to_next_obs" in tensordict  # n-step returns
         index = self.cells_of(tensordict)
-        places = index.numpy().reshape(len(tensordict), -1)
-        (first_env, first), (env, last) = episodes.steps_of(places[:, 0]), episodes.steps_of(places[:, -1])
-        begin, end = (each.numpy() for each in episodes.bounds(torch.from_numpy(env), torch.from_numpy(last)))
-        is_whole = (first_env == env) & (begin <= first) & (first <= last)
+        cell_rows = index.numpy().reshape(len(tensordict), -1)
+        (first_env, first), (env, last) = episodes.steps_of(cell_rows[:, 0]), episodes.steps_of(cell_rows[:, -1])
+        begin, end = (bound.numpy() for bound in episodes.bounds(torch.from_numpy(env), torch.from_numpy(last)))
+        is_one_episode = (first_env == env) & (begin <= first) & (first <= last)
         batches = self._batches
         batches[0] += 1
         if batches[0] == batches[1] and self.her_proportion:
             batches[1] *= 2
-            self._check(self._single_steps(tensordict, index).set("index", index) if is_folded else tensordict)
-        rows = np.flatnonzero((self.draw(len(places)).numpy() < self.her_proportion) & is_whole)
+            steps = self._single_steps(tensordict, index).set("index", index) if is_folded else tensordict
+            self._check_functions(steps)
+        rows = np.flatnonzero((self.draw(len(cell_rows)).numpy() < self.her_proportion) & is_one_episode)
         if len(rows):
-            env, goal = env[rows], end[rows]
+            env, goal_position = env[rows], end[rows]
             if self.strategy != "final":
-                low = (last if self.strategy == "future" else begin)[rows]
-                left = goal - low
-                goal = low + np.minimum(self.draw(len(rows)).numpy() * (left + 1), left).astype(np.int64)
-            chosen, cells = torch.from_numpy(rows), torch.from_numpy(episodes.cells_of(env, goal))
+                earliest = (last if self.strategy == "future" else begin)[rows]
+                distance = goal_position - earliest
+                drawn = np.minimum(self.draw(len(rows)).numpy() * (distance + 1), distance)
+                goal_position = earliest + drawn.astype(np.int64)
+            chosen_rows, goal_cells = torch.from_numpy(rows), torch.from_numpy(episodes.cells_of(env, goal_position))
             if self.skip_reached:
-                missed = ~self._reached(tensordict, chosen, cells)
-                chosen, cells = chosen[missed], cells[missed]
-            if len(chosen):
-                (self._relabel_folded if is_folded else self._relabel)(tensordict, chosen, cells)
+                is_new = ~self._already_reached(tensordict, chosen_rows, goal_cells)
+                chosen_rows, goal_cells = chosen_rows[is_new], goal_cells[is_new]
+            if len(chosen_rows):
+                (self._relabel_folded if is_folded else self._relabel)(tensordict, chosen_rows, goal_cells)
         return tensordict
 
-    def _reached(self, batch: TensorDictBase, rows: Tensor, cells: Tensor) -> Tensor:
+    def _already_reached(self, batch: TensorDictBase, rows: Tensor, cells: Tensor) -> Tensor:
         """Return a mask of the samples with a new goal that was already reached before the step, ``[n]``."""
-        key, *_ = self._layout(batch)
-        goals = self._goals(_stored_goals(self.storage.leaves(key), key, cells))
+        key, *_ = self._read_layout(batch)
+        goals = self._to_goals(_stored_goals(self.storage.leaves(key), key, cells))
 
-        def first(entry: Tensor) -> Tensor:
-            return _rows(entry, rows)[:, 0] if batch.ndim > 1 else _rows(entry, rows)
+        def select_first(entry: Tensor) -> Tensor:
+            return _select_rows(entry, rows)[:, 0] if batch.ndim > 1 else _select_rows(entry, rows)
 
-        def seen(name: str) -> Tensor | None:
+        def lookup(name: str) -> Tensor | None:
             entry = entry_of(batch, name)
-            return None if entry is None else first(entry)
+            return None if entry is None else select_first(entry)
 
-        shown = self._goals(first(_require(batch, self.achieved_goal_key)))
-        reward, *_ = self._functions or self._computing(shown, goals, 1)
-        found, most = (torch.as_tensor(reward(each, goals, seen, 1)) for each in (shown, goals))
-        return (found >= most).reshape(len(rows)).cpu()
+        achieved = self._to_goals(select_first(_get_entry(batch, self.achieved_goal_key)))
+        reward, *_ = self._functions or self._select_functions(achieved, goals, 1)
+        current_reward = torch.as_tensor(reward(achieved, goals, lookup, 1))
+        goal_reward = torch.as_tensor(reward(goals, goals, lookup, 1))
+        return (current_reward >= goal_reward).reshape(len(rows)).cpu()
 
     def _single_steps(self, batch: TensorDictBase, cells: Tensor) -> TensorDictBase:
         """Read the single steps of a batch of n-step returns."""
         single = self.storage.get(cells)
-        if "steps_to_next_obs" in single or self._layout(batch)[1:] != (REWARD, False):
+        if "steps_to_next_obs" in single or self._read_layout(batch)[1:] != (REWARD, False):
             raise ValueError(
-                "HindsightRelabel cannot relabel folded rewards whose single steps are not stored: store transitions "
-                f"with {REWARD!r}, and let the buffer fold them by n_steps=, or sample with n_steps=1."
+                "HindsightRelabel needs the single steps of n-step rewards. Store transitions with "
+                f"{REWARD!r} and set n_steps of the buffer, or sample with n_steps=1."
             )
         return single
 
     def _relabel_folded(self, batch: TensorDictBase, rows: Tensor, cells: Tensor) -> None:
         """Relabel all steps of n-step returns, and compute the returns again."""
-        folded = self.cells_of(batch), batch["steps_to_next_obs"], batch["gamma"]
-        index, steps, gamma = (_rows(entry, rows).flatten().cpu() for entry in folded)
-        ahead, discount = torch.arange(int(steps.max())), gamma.double() ** (1 / steps)
+        entries = self.cells_of(batch), batch["steps_to_next_obs"], batch["gamma"]
+        index, steps, gamma = (_select_rows(entry, rows).flatten().cpu() for entry in entries)
+        offsets, discount = torch.arange(int(steps.max())), gamma.double() ** (1 / steps)
         env, position = self.episodes.steps_of(index.numpy())
-        following = position[:, None] + torch.minimum(ahead, steps[:, None] - 1).numpy()
-        single = self._single_steps(batch, torch.from_numpy(self.episodes.cells_of(env[:, None], following)))
-        every = torch.arange(len(index))
-        self._relabel(single, every, cells.repeat_interleave(len(index) // len(rows)))
-        if (terminated := entry_of(single, TERMINATED)) is not None:
-            ends = terminated.reshape(*single.shape, -1).any(-1).cpu()
-            steps = torch.where(ends.any(1), 1 + ends.int().argmax(1), steps)
-        first, last = single[:, 0], single[every, steps - 1]
-        rewards, weights = single[REWARD], torch.where(ahead < steps[:, None], discount[:, None] ** ahead, 0.0)
+        positions = position[:, None] + torch.minimum(offsets, steps[:, None] - 1).numpy()
+        single_steps = self._single_steps(batch, torch.from_numpy(self.episodes.cells_of(env[:, None], positions)))
+        all_rows = torch.arange(len(index))
+        self._relabel(single_steps, all_rows, cells.repeat_interleave(len(index) // len(rows)))
+        if (terminated := entry_of(single_steps, TERMINATED)) is not None:
+            terminations = terminated.reshape(*single_steps.shape, -1).any(-1).cpu()
+            steps = torch.where(terminations.any(1), 1 + terminations.int().argmax(1), steps)
+        first_step, last_step = single_steps[:, 0], single_steps[all_rows, steps - 1]
+        rewards, weights = (
+            single_steps[REWARD],
+            torch.where(offsets < steps[:, None], discount[:, None] ** offsets, 0.0),
+        )
         weights = weights.to(rewards.device).view(*weights.shape, *[1] * (rewards.ndim - 2))
-        last.set(REWARD, (weights * rewards).sum(1).to(rewards.dtype))
+        last_step.set(REWARD, (weights * rewards).sum(1).to(rewards.dtype))
         assert self._functions is not None  # set by _relabel
         for key in (self.desired_goal_key, *self._functions[2]):
             if entry_of(batch, key) is not None:
-                _replace(batch, key, rows, entry_of(first, key))
-        for key in keys_below(last, NEXT):
-            _replace(batch, key, rows, entry_of(last, key))
+                _replace(batch, key, rows, entry_of(first_step, key))
+        for key in keys_below(last_step, NEXT):
+            _replace(batch, key, rows, entry_of(last_step, key))
         _replace(batch, "steps_to_next_obs", rows, steps)
         _replace(batch, "gamma", rows, discount**steps)
 
     def _relabel(self, batch: TensorDictBase, rows: Tensor, cells: Tensor) -> None:
-        achieved_key, reward_key, time_steps = self._layout(batch)
-        goals = self._goals(_stored_goals(self.storage.leaves(achieved_key), achieved_key, cells))
-        achieved = self._goals(_rows(_require(batch, achieved_key), rows))
+        achieved_key, reward_key, time_steps = self._read_layout(batch)
+        goals = self._to_goals(_stored_goals(self.storage.leaves(achieved_key), achieved_key, cells))
+        achieved = self._to_goals(_select_rows(_get_entry(batch, achieved_key), rows))
         steps = achieved.shape[: batch.ndim]  # [n] or [n, T]
         if batch.ndim > 1:
             goals = goals.unsqueeze(1).expand(*steps, *goals.shape[1:])
 
-        def seen(name: str) -> Tensor | None:
+        def lookup(name: str) -> Tensor | None:
             entry = entry_of(batch, name if time_steps else next_key(name))
-            return None if entry is None else _rows(entry, rows)
+            return None if entry is None else _select_rows(entry, rows)
 
-        reward, terminated, unknown = self._functions or self._computing(achieved, goals, len(steps))
-        own = before = None
+        reward, terminated, default_returns = self._functions or self._select_functions(achieved, goals, len(steps))
+        old_goals = old_rewards = None
         if self._unchanged:
-            own, before = entry_of(batch, self.desired_goal_key), entry_of(batch, reward_key)
+            old_goals, old_rewards = entry_of(batch, self.desired_goal_key), entry_of(batch, reward_key)
         _replace(batch, self.desired_goal_key, rows, goals)
         if entry_of(batch, next_key(self.desired_goal_key)) is not None:
             _replace(batch, next_key(self.desired_goal_key), rows, goals)
-        _replace(batch, reward_key, rows, reward(achieved, goals, seen, len(steps)))
+        _replace(batch, reward_key, rows, reward(achieved, goals, lookup, len(steps)))
         if self._unchanged:
-            assert before is not None
-            self._note_unchanged(batch, rows, own, before, reward_key)
-        for key, value in unknown.items():
+            assert old_rewards is not None
+            self._count_unchanged(batch, rows, old_goals, old_rewards, reward_key)
+        for key, value in default_returns.items():
             if (returns := entry_of(batch, key)) is not None:
                 batch.set(key, returns.index_fill(0, rows.to(returns.device), value))
         if terminated is not None:
-            ends = torch.as_tensor(terminated(achieved, goals, seen, len(steps)))
-            (_end_time_steps if time_steps else _end_transitions)(batch, rows, ends)
+            terminations = torch.as_tensor(terminated(achieved, goals, lookup, len(steps)))
+            (_end_time_steps if time_steps else _end_transitions)(batch, rows, terminations)
 
-    def _note_unchanged(self, batch: TensorDictBase, rows: Tensor, goals: Goals, rewards: Tensor, key: Any) -> None:
+    def _count_unchanged(self, batch: TensorDictBase, rows: Tensor, goals: Goals, rewards: Tensor, key: Any) -> None:
         """Count rows with a new goal; warn once if many have one and no reward has changed.
 
         Args:
@@ -291,13 +298,14 @@ class HindsightRelabel(EpisodeTransform):
             rewards: the rewards before relabelling.
             key: the key of the rewards.
         """
-        differs = _differ(_rows(goals, rows), _rows(_require(batch, self.desired_goal_key), rows))
-        old, new = (_rows(entry, rows).double().cpu().reshape(len(rows), -1) for entry in (rewards, batch[key]))
-        kinds = entry_of(batch, TIME_STEPS.done)
-        if key == TIME_STEPS.reward and kinds is not None:  # the first time step has no reward
-            began = (_rows(kinds, rows) == FIRST).cpu().reshape(len(rows), -1)
-            if began.shape == old.shape:
-                old = old.where(~began, new)
+        new_goals = _get_entry(batch, self.desired_goal_key)
+        differs = _differing_rows(_select_rows(goals, rows), _select_rows(new_goals, rows))
+        old, new = (_select_rows(entry, rows).double().cpu().reshape(len(rows), -1) for entry in (rewards, batch[key]))
+        step_types = entry_of(batch, TIME_STEPS.done)
+        if key == TIME_STEPS.reward and step_types is not None:  # the first time step has no reward
+            is_first = (_select_rows(step_types, rows) == FIRST).cpu().reshape(len(rows), -1)
+            if is_first.shape == old.shape:
+                old = old.where(~is_first, new)
         # A recomputed reward may be rounded differently.
         largest = torch.cat([old, new]).abs().nan_to_num(0.0).max()
         if not torch.isclose(new, old, rtol=0.0, atol=float(ROUNDING * largest), equal_nan=True).all():
@@ -308,102 +316,108 @@ class HindsightRelabel(EpisodeTransform):
             self._unchanged.clear()
             logger.warning(
                 "HindsightRelabel gave %d rows another %r and no reward has changed. If the reward depends on a goal "
-                "in another entry, such as one in info, give HindsightRelabel a compute_reward= that reads the goal "
-                "from its second argument.",
+                "in another entry, for example in info, pass compute_reward= that reads the goal from its second "
+                "argument.",
                 UNCHANGED, self.desired_goal_key,
             )  # fmt: skip
 
-    def _computing(self, achieved: Goals, desired: Goals, dims: int) -> _Functions:
+    def _select_functions(self, achieved: Goals, desired: Goals, dims: int) -> _Functions:
         """Select the functions for rewards and flags: the user's, else the environment's.
 
         Raises:
             EnvironmentFault: only the default reward is available, and it cannot compare these goals.
         """
-        reward, terminated = (self._function(name) for name in ("compute_reward", "compute_terminated"))
+        reward, terminated = (self._find_function(name) for name in ("compute_reward", "compute_terminated"))
         if reward is None:
             reward = DefaultReward()
-            if (error := default_reward_error(form_of(achieved, dims), form_of(desired, dims))) is not None:
+            if (error := default_reward_error(goal_spec(achieved, dims), goal_spec(desired, dims))) is not None:
                 raise EnvironmentFault(error)
-        returns = {each.key: each.default_return for each in attached(self.storage) if isinstance(each, EpisodicReturn)}
-        self._functions = reward, terminated, returns
+        writers = [part for part in attached(self.storage) if isinstance(part, EpisodicReturn)]
+        self._functions = reward, terminated, {writer.key: writer.default_return for writer in writers}
         return self._functions
 
-    def _function(self, name: str) -> Function | None:
-        given = self._given[name]
-        if given is not None and not isinstance(given, tuple):
-            return GivenFunction(given)
-        goals, called = (self._environment, name) if given is None else given
-        method = None if goals is None else goals.find(called)
+    def _find_function(self, name: str) -> Function | None:
+        user_function = self._user_functions[name]
+        if user_function is not None and not isinstance(user_function, tuple):
+            return UserFunction(user_function)
+        goals, method_name = (self._environment, name) if user_function is None else user_function
+        method = None if goals is None else goals.find(method_name)
         function = None if method is None else EnvironmentFunction(method)
         # Always use a function of the user, even if it ignores the goals.
-        return function if function is None or given is not None or function.depends_on_goals() else None
+        return function if function is None or user_function is not None or function.depends_on_goals() else None
 
-    def _layout(self, batch: TensorDictBase) -> tuple[NestedKey, NestedKey, bool]:
+    def _read_layout(self, batch: TensorDictBase) -> tuple[NestedKey, NestedKey, bool]:
         """Return the keys of achieved goals and rewards, and True if the rows are time steps."""
-        after = next_key(self.achieved_goal_key)
-        if entry_of(batch, after) is not None:
-            return after, self.reward_key, False
-        own = self.reward_key if self.reward_key != TRANSITIONS.reward else TIME_STEPS.reward
-        return self.achieved_goal_key, own, True
+        next_achieved_key = next_key(self.achieved_goal_key)
+        if entry_of(batch, next_achieved_key) is not None:
+            return next_achieved_key, self.reward_key, False
+        reward_key = self.reward_key if self.reward_key != TRANSITIONS.reward else TIME_STEPS.reward
+        return self.achieved_goal_key, reward_key, True
 
-    def _check(self, batch: TensorDictBase) -> None:
+    def _check_functions(self, batch: TensorDictBase) -> None:
         """Validate that the functions reproduce the stored rewards and flags; raise EnvironmentFault otherwise."""
-        achieved_key, reward_key, time_steps = self._layout(batch)
-        after = entry_of(batch, next_key(self.desired_goal_key))  # the goal of the stored reward
-        goals = _require(batch, self.desired_goal_key) if after is None else after
-        achieved = self._goals(_require(batch, achieved_key))
+        achieved_key, reward_key, time_steps = self._read_layout(batch)
+        next_goals = entry_of(batch, next_key(self.desired_goal_key))  # the goals of the stored rewards
+        goals = _get_entry(batch, self.desired_goal_key) if next_goals is None else next_goals
+        achieved = self._to_goals(_get_entry(batch, achieved_key))
 
-        def seen(name: str) -> Tensor | None:
+        def lookup(name: str) -> Tensor | None:
             return entry_of(batch, name if time_steps else next_key(name))
 
         env, position = self.episodes.steps_of(self.cells_of(batch).numpy().ravel())
         begin, _ = self.episodes.bounds(torch.from_numpy(env), torch.from_numpy(position), clip=False)
         # The reward of an episode's first time step belongs to no action.
-        counts = torch.from_numpy(begin.numpy() < position) if time_steps else torch.ones(len(env), dtype=torch.bool)
-        reward, terminated, _ = self._functions or self._computing(achieved, goals, batch.ndim)
-        found = {"reward": (_require(batch, reward_key), reward)}
+        has_reward = torch.ones(len(env), dtype=torch.bool)
+        if time_steps:
+            has_reward = torch.from_numpy(begin.numpy() < position)
+        reward, terminated, _ = self._functions or self._select_functions(achieved, goals, batch.ndim)
+        checks = {"reward": (_get_entry(batch, reward_key), reward)}
         if terminated is not None:
-            ends = _require(batch, TIME_STEPS.terminated) == 0 if time_steps else _require(batch, TERMINATED)
-            found["terminated"] = ends, terminated
-        for what, (stored, function) in found.items():
-            given = torch.as_tensor(function(achieved, goals, seen, batch.ndim))
-            if given.numel() == stored.numel() == len(counts):
-                check_recomputed(what, stored.flatten()[counts.to(stored.device)], given.flatten().cpu()[counts])
+            terminations = (
+                _get_entry(batch, TIME_STEPS.terminated) == 0 if time_steps else _get_entry(batch, TERMINATED)
+            )
+            checks["terminated"] = terminations, terminated
+        for quantity, (stored, function) in checks.items():
+            computed = torch.as_tensor(function(achieved, goals, lookup, batch.ndim))
+            if computed.numel() == stored.numel() == len(has_reward):
+                expected = stored.flatten()[has_reward.to(stored.device)]
+                check_reproduced(quantity, expected, computed.flatten().cpu()[has_reward])
 
-    def _goals(self, achieved: Goals) -> Goals:
+    def _to_goals(self, achieved: Goals) -> Goals:
         return achieved if self.goal is None else self.goal(achieved)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_functions": None}
 
 
-def _apart(function: GoalFunction | None) -> Any:
+def _to_copyable(function: GoalFunction | None) -> Any:
     """Return an environment's method as a copyable pair (its EnvironmentGoals, name), other functions unchanged."""
     goals = None if function is None else EnvironmentGoals.of(function)
     return function if function is None or goals is None else (goals, function.__name__)
 
 
-def _end_transitions(batch: TensorDictBase, rows: Tensor, ends: Tensor) -> None:
-    terminated, done = (_rows(_require(batch, key), rows) for key in (TERMINATED, DONE))
+def _end_transitions(batch: TensorDictBase, rows: Tensor, terminations: Tensor) -> None:
+    terminated, done = (_select_rows(_get_entry(batch, key), rows) for key in (TERMINATED, DONE))
     truncated = entry_of(batch, TRUNCATED)
-    other = done & ~terminated if truncated is None else _rows(truncated, rows)
-    _replace(batch, TERMINATED, rows, ends)
-    _replace(batch, DONE, rows, _rows(_require(batch, TERMINATED), rows) | other)
+    other_ends = done & ~terminated if truncated is None else _select_rows(truncated, rows)
+    _replace(batch, TERMINATED, rows, terminations)
+    _replace(batch, DONE, rows, _select_rows(_get_entry(batch, TERMINATED), rows) | other_ends)
 
 
-def _end_time_steps(batch: TensorDictBase, rows: Tensor, ends: Tensor) -> None:
+def _end_time_steps(batch: TensorDictBase, rows: Tensor, terminations: Tensor) -> None:
     """Set LAST and discount 0 at new terminations; restore MID and discount 1 at steps that no longer terminate."""
-    discount, kind = (_rows(_require(batch, key), rows) for key in (TIME_STEPS.terminated, TIME_STEPS.done))
-    began = kind == FIRST
-    ended = discount == 0
-    now = ends.to(kind.device).bool().view(kind.shape) & ~began
-    value = torch.where(now.view(discount.shape), 0.0, torch.where(ended, 1.0, discount))
-    goes_on = torch.where((kind == LAST) & ended.view(kind.shape), MID, kind)
-    _replace(batch, TIME_STEPS.terminated, rows, torch.where(began.view(discount.shape), discount, value))
-    _replace(batch, TIME_STEPS.done, rows, torch.where(now, LAST, goes_on))
+    keys = TIME_STEPS.terminated, TIME_STEPS.done
+    discount, step_type = (_select_rows(_get_entry(batch, key), rows) for key in keys)
+    is_first = step_type == FIRST
+    was_terminated = discount == 0
+    is_terminated = terminations.to(step_type.device).bool().view(step_type.shape) & ~is_first
+    new_discount = torch.where(is_terminated.view(discount.shape), 0.0, torch.where(was_terminated, 1.0, discount))
+    other_step_type = torch.where((step_type == LAST) & was_terminated.view(step_type.shape), MID, step_type)
+    _replace(batch, TIME_STEPS.terminated, rows, torch.where(is_first.view(discount.shape), discount, new_discount))
+    _replace(batch, TIME_STEPS.done, rows, torch.where(is_terminated, LAST, other_step_type))
 
 
-def _rows(entry: Any, rows: Tensor) -> Any:
+def _select_rows(entry: Any, rows: Tensor) -> Any:
     if isinstance(entry, Tensor):
         return entry.index_select(0, rows.to(entry.device))
     return entry[rows if entry.device is None else rows.to(entry.device)]
@@ -415,33 +429,33 @@ def _stored_goals(leaves: list[tuple[Path, Tensor]], key: NestedKey, cells: Tens
     if not others and (path[-1] == key or path == key):
         return leaf.index_select(0, cells.to(leaf.device))
     depth = len(path_of(key))
-    return tensordict_of({path[depth:]: _rows(leaf, cells) for path, leaf in leaves}, cells.shape)
+    return tensordict_of({path[depth:]: _select_rows(leaf, cells) for path, leaf in leaves}, cells.shape)
 
 
-def _differ(own: Goals, goals: Goals) -> Tensor:
+def _differing_rows(old: Goals, new: Goals) -> Tensor:
     """Return a mask of the rows with different goals, ``[n]``."""
-    if isinstance(own, Tensor):
-        differs = own.cpu() != goals.reshape(own.shape).to(own).cpu()
-        return differs.reshape(len(own), -1).any(1)
-    return torch.stack([_differ(own.get(key), goals.get(key)) for key in own.keys()]).any(0)  # noqa: SIM118
+    if isinstance(old, Tensor):
+        differs = old.cpu() != new.reshape(old.shape).to(old).cpu()
+        return differs.reshape(len(old), -1).any(1)
+    return torch.stack([_differing_rows(old.get(key), new.get(key)) for key in old.keys()]).any(0)  # noqa: SIM118
 
 
-def _require(batch: TensorDictBase, key: NestedKey) -> Any:
+def _get_entry(batch: TensorDictBase, key: NestedKey) -> Any:
     value = entry_of(batch, key)
     if value is None:
-        raise KeyError(f"HindsightRelabel needs the entry {key!r}; the batch has {sorted(map(str, batch.keys(True)))}.")
+        raise KeyError(f"The batch must have the entry {key!r}, got {sorted(map(str, batch.keys(True)))}.")
     return value
 
 
 def _replace(batch: TensorDictBase, key: NestedKey, rows: Tensor, values: Any) -> None:
-    entry = _require(batch, key)
+    entry = _get_entry(batch, key)
     if not isinstance(entry, Tensor):
         for name in keys_below(batch, key):
             _replace(batch, name, rows, entry_of(values, path_of(name)[len(path_of(key)) :]))
         return
-    found = torch.as_tensor(values)
+    new_values = torch.as_tensor(values)
     shape = torch.Size([len(rows), *entry.shape[1:]])
-    if found.numel() != shape.numel():
-        raise ValueError(f"Entry {key!r} of the relabelled steps is {list(shape)}, got {list(found.shape)}.")
+    if new_values.numel() != shape.numel():
+        raise ValueError(f"The new values of {key!r} must have the shape {list(shape)}, got {list(new_values.shape)}.")
     # Write to a new tensor, because a batch built by hand may share memory with the storage.
-    batch.set(key, entry.index_copy(0, rows.to(entry.device), found.reshape(shape).to(entry)))
+    batch.set(key, entry.index_copy(0, rows.to(entry.device), new_values.reshape(shape).to(entry)))

@@ -40,14 +40,14 @@ def check_sampling(
     newest = {"recent_data_steps": (steps, 1)}
     priority = {"initial_priority": (initial_priority, 1.0)}
     if sampler is not None:
-        others = {"recent_data_ratio": (ratio, 0.0), "with_replacement": (replacement, False)}
+        evenly = {"recent_data_ratio": (ratio, 0.0), "with_replacement": (replacement, False)}
         by_priority = {"prioritized_sampling": (prioritized, False), **priority}
-        check_defaults("beside sampler=", "leave sampler out", **newest, **others, **by_priority)
+        check_defaults("beside sampler=", "leave sampler out", **newest, **evenly, **by_priority)
         return
     if not prioritized:
-        check_defaults("without prioritized_sampling=True", "give prioritized_sampling=True", **priority)
+        check_defaults("without prioritized_sampling=True", "set prioritized_sampling=True", **priority)
     if not ratio:
-        check_defaults("without recent_data_ratio", "give recent_data_ratio", **newest)
+        check_defaults("without recent_data_ratio", "set recent_data_ratio", **newest)
 
 
 class RecentSampler(SequenceSampler):
@@ -126,11 +126,11 @@ class RecentSampler(SequenceSampler):
     def _check_ignored(self, value: Any, name: str) -> int:
         ignored = integer(value, name, 0)
         if (prioritized := self.prioritized) is not None:
-            found = prioritized.batch_length, prioritized.num_earliest_frames_ignored
-            if not prioritized.knows_windows or found[1] != ignored:
+            other = prioritized.num_earliest_frames_ignored
+            if not prioritized.knows_windows or other != ignored:
                 raise ValueError(
-                    f"The prioritized sampler must be built with a batch_length and {name}={ignored}, got {found[0]} "
-                    f"and {found[1]}."
+                    f"prioritized must have a batch_length and {name}={ignored}, got "
+                    f"batch_length={prioritized.batch_length} and {name}={other}."
                 )
         return ignored
 
@@ -142,7 +142,7 @@ class RecentSampler(SequenceSampler):
     @recent_data_ratio.setter
     def recent_data_ratio(self, ratio: float) -> None:
         self._recent_data_ratio = fraction(ratio, "recent_data_ratio")
-        self._share = exact_ratio(self._recent_data_ratio).as_integer_ratio()
+        self._exact_ratio = exact_ratio(self._recent_data_ratio).as_integer_ratio()
 
     @property
     def generator(self) -> torch.Generator:
@@ -177,15 +177,15 @@ class RecentSampler(SequenceSampler):
         if self.prioritized is None:
             return super().sample(storage, batch_size, batch_length)
         batch_size, steps = integer(batch_size, "batch_size", 0), batch_length or 1
-        recent = self._recent(self._writer(storage, batch_size, steps), batch_size, steps)
+        recent = self._count_recent(self._writer(storage, batch_size, steps), batch_size, steps)
         index, info = self.prioritized.sample(storage, batch_size - recent, batch_length)
         if not recent:
             return index, info
         newest = super().sample(storage, recent, batch_length)[0].to(index.device)
         ones = torch.ones(newest.shape, dtype=torch.float32, device=index.device)
         first = newest if newest.ndim == 1 else newest[:, :1]
-        beside = {"write_generation": self.prioritized.table.generations[first].expand(newest.shape)}
-        return torch.cat([newest, index]), {key: torch.cat([beside.get(key, ones), info[key]]) for key in info}
+        recent_info = {"write_generation": self.prioritized.table.generations[first].expand(newest.shape)}
+        return torch.cat([newest, index]), {key: torch.cat([recent_info.get(key, ones), info[key]]) for key in info}
 
     def draw(self, count: int) -> NDArray[np.float64]:
         """Draw numbers in [0, 1), ``[count]``, the only source of randomness; override it to control the sampling.
@@ -197,44 +197,46 @@ class RecentSampler(SequenceSampler):
         return uniform(count, self.generator)
 
     def _fill(self, writer: RingWriter, cells: Ints, mask: NDArray[np.bool_]) -> None:
-        recent = self._recent(writer, *cells.shape) if self.prioritized is None else len(cells)
+        recent = self._count_recent(writer, *cells.shape) if self.prioritized is None else len(cells)
         self._draw_evenly(writer, writer.length, cells[recent:], mask[recent:])
         self._draw_evenly(writer, self.recent_data_steps, cells[:recent], mask[:recent])
 
-    def _recent(self, writer: RingWriter, count: int, steps: int) -> int:
+    def _count_recent(self, writer: RingWriter, count: int, steps: int) -> int:
         """Return the number of recent windows among ``count`` windows of ``steps`` steps."""
-        part, whole = self._share
+        numerator, denominator = self._exact_ratio
         filled, envs = writer.filled, len(writer.filled)
-        beginnings = int(filled.sum()) - (steps - 1 + self.num_earliest_frames_ignored) * envs
-        enough = beginnings * part > self.recent_data_steps * envs * whole
-        return -(-count * part // whole) if enough else 0
+        num_starts = int(filled.sum()) - (steps - 1 + self.num_earliest_frames_ignored) * envs
+        has_enough = num_starts * numerator > self.recent_data_steps * envs * denominator
+        return -(-count * numerator // denominator) if has_enough else 0
 
     def _draw_evenly(self, writer: RingWriter, newest: int, cells: Ints, mask: NDArray[np.bool_]) -> None:
         """Fill ``cells`` ``[n, T]`` with windows that start at one of the ``newest`` last start positions."""
-        count, reach = cells.shape[0], cells.shape[1] - 1
+        count, steps_after_first = cells.shape[0], cells.shape[1] - 1
         if not count:
             return
         (positions, _), oldest = writer.rings.arrays, writer.oldest.numpy() + self.num_earliest_frames_ignored
-        room = np.clip(positions - reach - oldest, 0, newest)
-        owners = np.flatnonzero(room)
-        if not len(owners):
+        num_starts = np.clip(positions - steps_after_first - oldest, 0, newest)
+        envs = np.flatnonzero(num_starts)
+        if not len(envs):
             raise MissingStepsError(
-                f"There is no room for a window: the fullest ring holds {int(writer.filled.max())} steps, windows need "
-                f"{reach + 1 + self.num_earliest_frames_ignored} (batch_length={reach + 1}, "
-                f"num_earliest_frames_ignored={self.num_earliest_frames_ignored}). Collect more, or take shorter ones."
+                f"No environment holds a complete window: the fullest ring holds {int(writer.filled.max())} steps, a "
+                f"window needs {steps_after_first + 1 + self.num_earliest_frames_ignored} "
+                f"(batch_length={steps_after_first + 1}, "
+                f"num_earliest_frames_ignored={self.num_earliest_frames_ignored}). Collect more steps, or lower "
+                "batch_length."
             )
-        each, rest = divmod(count, len(owners))
-        more = owners[np.argsort(self.draw(len(owners)))[:rest]] if rest else owners[:0]
-        env = np.concatenate([np.tile(owners, each), more])
-        place = self.draw(count)
+        per_env, remainder = divmod(count, len(envs))
+        extra_envs = envs[np.argsort(self.draw(len(envs)))[:remainder]] if remainder else envs[:0]
+        env = np.concatenate([np.tile(envs, per_env), extra_envs])
+        quantile = self.draw(count)
         if not self.with_replacement:
-            place = (np.arange(count) // len(owners) + place) / np.bincount(env)[env]
-        rank = np.minimum((place * room[env]).astype(np.int64), room[env] - 1)
+            quantile = (np.arange(count) // len(envs) + quantile) / np.bincount(env)[env]
+        rank = np.minimum((quantile * num_starts[env]).astype(np.int64), num_starts[env] - 1)
         # Rank the candidates by environment, then by age.
-        ranks = (room.cumsum() - room)[env] + rank
-        rings = writer.length, positions, positions - reach - room
+        ranks = (num_starts.cumsum() - num_starts)[env] + rank
+        rings = writer.length, positions, positions - steps_after_first - num_starts
         jitted(window_kernels.draw)(
-            ranks.astype(np.float64), False, rings, NO_INDEX, (reach, 0, False, False), cells, mask, 0
+            ranks.astype(np.float64), False, rings, NO_INDEX, (steps_after_first, 0, False, False), cells, mask, 0
         )
 
     def update_priority(

@@ -64,31 +64,32 @@ class FrameStackTransform(EpisodeTransform):
         steps = entry_of(tensordict, "steps_to_next_obs")  # n-step returns: "next" belongs to a later step
         last = position if steps is None else position + steps.cpu().numpy() - 1
 
-        def before(where: NDArray[np.int64], count: int) -> Tensor:
-            positions = np.maximum(where[..., None] + np.arange(1 - count, 1), begin.numpy()[..., None])
+        def frames_before(last_position: NDArray[np.int64], count: int) -> Tensor:
+            positions = np.maximum(last_position[..., None] + np.arange(1 - count, 1), begin.numpy()[..., None])
             return torch.from_numpy(episodes.cells_of(env[..., None], positions))
 
-        stacks, earlier = before(position, self.frame_stack), before(last, self.frame_stack - 1)
+        stack_cells = frames_before(position, self.frame_stack)
+        earlier_cells = frames_before(last, self.frame_stack - 1)
         for key in self.keys:
             (path, stored), *_ = self.storage.leaves(key)
             if not is_image(stored.shape[1:]):
                 raise ValueError(
-                    f"Entry {key!r} is {list(stored.shape[1:])}; stacked are images, [H, W] or of 3 dimensions."
+                    f"The entry {key!r} must be images [H, W] or with 3 dimensions, got {list(stored.shape[1:])}."
                 )
-            tensordict.set(key, _stacked(_read(stored, stacks), position.ndim))
-            after = entry_of(tensordict, next_key(path))
-            if after is not None:
-                newest = after.to(stored.device).unsqueeze(position.ndim)
-                frames = torch.cat([_read(stored, earlier), newest], position.ndim)
-                tensordict.set(next_key(path), _stacked(frames, position.ndim))
+            tensordict.set(key, _stack(_gather(stored, stack_cells), position.ndim))
+            next_frames = entry_of(tensordict, next_key(path))
+            if next_frames is not None:
+                newest = next_frames.to(stored.device).unsqueeze(position.ndim)
+                frames = torch.cat([_gather(stored, earlier_cells), newest], position.ndim)
+                tensordict.set(next_key(path), _stack(frames, position.ndim))
         return tensordict
 
 
-def _read(stored: Tensor, cells: Tensor) -> Tensor:
+def _gather(stored: Tensor, cells: Tensor) -> Tensor:
     return stored.index_select(0, cells.reshape(-1).to(stored.device)).view(*cells.shape, *stored.shape[1:])
 
 
-def _stacked(frames: Tensor, batch_dims: int) -> Tensor:
+def _stack(frames: Tensor, batch_dims: int) -> Tensor:
     shape = frames.shape[batch_dims + 1 :]
     if len(shape) == 2:
         return frames

@@ -62,8 +62,8 @@ class StepLayout(ConfigSafe):
         check_successors: bool = True,
     ) -> RingWriter:
         """Build a writer for rows with this layout."""
-        kind = TimeStepWriter if self.time_steps else RingWriter
-        return kind(
+        writer_class = TimeStepWriter if self.time_steps else RingWriter
+        return writer_class(
             num_envs, track_episodes=track_episodes, done_key=self.done, init_key=self.init, overwrite=overwrite,
             done_reduce=done_reduce, check_successors=check_successors,
         )  # fmt: skip

@@ -8,12 +8,14 @@ from torch import Tensor
 from torchrl_lightning.kernels.scan import as_plain, is_plain, runs_on_numba
 
 _MISSING_FLAG = {
-    "terminated": "set it where the episode ended (not by a time limit: `truncated`); it is never guessed from `done`",
-    "done": "it is `terminated | truncated`, true where the trajectory breaks",
+    "terminated": (
+        "it is True if the episode reached a terminal state, not at a time limit, and is never inferred from `done`"
+    ),
+    "done": "it is `terminated | truncated`",
 }
 
 
-def rows_of(
+def kernel_inputs(
     caller: str, names: tuple[str, ...], floats: tuple[Tensor, ...], flags: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, ...] | None:
     """Check the inputs and return them for the compiled kernels, flags last; return None if torch must compute.
@@ -32,8 +34,8 @@ def _check_inputs(caller: str, floats: dict[str, Tensor], flags: dict[str, Tenso
         if tensor is None:
             raise ValueError(f"{caller}: {key} is missing; {_MISSING_FLAG.get(key, 'pass one value for each step')}")
         if not isinstance(tensor, Tensor):
-            came = type(tensor).__name__
-            raise TypeError(f"{caller}: {key} must be a torch.Tensor, got {came}; use torch.as_tensor")
+            type_name = type(tensor).__name__
+            raise TypeError(f"{caller}: {key} must be a torch.Tensor, got {type_name}; use torch.as_tensor")
     name, reference = next(iter(floats.items()))
     shape, dtype, device = reference.shape, reference.dtype, reference.device
     if not dtype.is_floating_point:
@@ -49,13 +51,13 @@ def _check_inputs(caller: str, floats: dict[str, Tensor], flags: dict[str, Tenso
             raise ValueError(f"{caller}: {key} is on {tensor.device}, but {name} is on {device}")
         if tensor.shape != shape:
             raise ValueError(
-                f"{caller}: {key} has shape {tuple(tensor.shape)}, but {name} has {tuple(shape)}; all inputs need one "
-                "entry for each step, time first (next_value is the value of each step's successor, so it is as long "
-                "as value)"
+                f"{caller}: {key} has shape {tuple(tensor.shape)}, but {name} has {tuple(shape)}; all inputs must "
+                "have one entry for each step, time first (next_value has the length of value: the value of each "
+                "step's successor)"
             )
 
 
-def explain_not_finite(caller: str, **tensors: Tensor) -> None:
+def raise_not_finite(caller: str, **tensors: Tensor) -> None:
     """Raise ValueError with the index of the first NaN or infinity in the inputs; return if all are finite.
 
     The recurrences multiply and never select, so a bad element reaches the first row of the result. Estimators check
@@ -64,13 +66,13 @@ def explain_not_finite(caller: str, **tensors: Tensor) -> None:
     if "log_pi" in tensors:
         tensors["log_pi - log_mu"] = tensors["log_pi"] - tensors["log_mu"]
     for name, tensor in tensors.items():
-        bad = torch.isnan(tensor) if name == "log_pi - log_mu" else ~torch.isfinite(tensor)
+        is_invalid = torch.isnan(tensor) if name == "log_pi - log_mu" else ~torch.isfinite(tensor)
         if name in ("log_pi", "log_mu"):  # minus infinity is the log-probability of an impossible action
-            bad &= ~torch.isneginf(tensor)
-        found = bad.nonzero().tolist()
-        if found:
-            value = float(tensor.detach()[tuple(found[0])])
+            is_invalid &= ~torch.isneginf(tensor)
+        indices = is_invalid.nonzero().tolist()
+        if indices:
+            value = float(tensor.detach()[tuple(indices[0])])
             raise ValueError(
-                f"{caller}: {name} is {value} at index {found[0]} (time first), one of {len(found)} such elements of "
-                f"{tensor.numel()}; look for what produced it, and mask or replace it before estimating"
+                f"{caller}: {name} is {value} at index {indices[0]} (time first), one of {len(indices)} such elements "
+                f"of {tensor.numel()}; find its source, and mask or replace it before the estimate"
             )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrl_lightning._core.validators import fraction
-from torchrl_lightning.estimators._checks import explain_not_finite, rows_of
+from torchrl_lightning.estimators._checks import kernel_inputs, raise_not_finite
 from torchrl_lightning.kernels.scan import discounted_scan, run_rows
 from torchrl_lightning.kernels.scan_rows import block_of, bools_at, floats_at, row_is_finite, scan_rows
 
@@ -51,12 +51,12 @@ def gae(
     (tensor([1.5000, 1.0000]), tensor([1.5000, 1.0000]))
     """
     names = ("reward", "value", "next_value")
-    rows = rows_of("gae", names, (reward, value, next_value), (terminated, done))
+    inputs = kernel_inputs("gae", names, (reward, value, next_value), (terminated, done))
     gamma = fraction(gamma, "gae: gamma")
     decay = gamma * fraction(lmbda, "gae: lmbda")
-    if rows is not None:
-        advantage, target = torch.empty_like(rows[0]), torch.empty_like(rows[0])
-        finite = run_rows(_gae_rows, (*rows, advantage, target), gamma, decay)
+    if inputs is not None:
+        advantage, target = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
+        finite = run_rows(_gae_rows, (*inputs, advantage, target), gamma, decay)
     else:
         bootstrap = gamma * terminated.logical_not().to(reward.dtype)
         delta = reward + bootstrap * next_value - value
@@ -64,7 +64,7 @@ def gae(
         target = advantage + value
         finite = math.isfinite(float(advantage[:1].detach().sum()))
     if not finite:
-        explain_not_finite("gae", reward=reward, value=value, next_value=next_value)
+        raise_not_finite("gae", reward=reward, value=value, next_value=next_value)
     return advantage, target
 
 

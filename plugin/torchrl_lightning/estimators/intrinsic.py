@@ -16,13 +16,13 @@ from torchrl_lightning.kernels.scan import discounted_scan
 DIRECTIONS = ("forward", "backward")
 
 
-def _sums(value: Any, name: str) -> Tensor | None:
+def _check_sums(value: Any, name: str) -> Tensor | None:
     """Validate the sums of a filter, of any shape, or None."""
     if value is None:
         return None
     shape, largest = value.shape if isinstance(value, Tensor) else (), sys.float_info.max
-    found: Tensor = tensor(torch.float64, *shape, low=-largest, high=largest, anywhere=True)(value, name)
-    return found.detach()
+    sums: Tensor = tensor(torch.float64, *shape, low=-largest, high=largest, anywhere=True)(value, name)
+    return sums.detach()
 
 
 class IntrinsicRewardNormalizer(Stateful):
@@ -61,7 +61,7 @@ class IntrinsicRewardNormalizer(Stateful):
         "mean": Attribute(number(), "_mean"),
         "variance": Attribute(number(0), "_variance"),
         "count": Attribute(number(0), "_count"),
-        "filter": Attribute(_sums, "_filter"),
+        "filter": Attribute(_check_sums, "_filter"),
     }
 
     def __init__(self, gamma: float = 0.99, direction: Literal["forward", "backward"] = "forward") -> None:
@@ -73,10 +73,10 @@ class IntrinsicRewardNormalizer(Stateful):
 
     def discounted_by(self, gamma: float) -> Self:
         """Return a normaliser with another discount that continues from these statistics."""
-        other = type(self)(gamma, self.direction)
-        other.load_state_dict({**self.state_dict(), "gamma": other.gamma})
-        other._last = self._last
-        return other
+        normalizer = type(self)(gamma, self.direction)
+        normalizer.load_state_dict({**self.state_dict(), "gamma": normalizer.gamma})
+        normalizer._last = self._last
+        return normalizer
 
     @property
     def variance(self) -> float:
@@ -111,29 +111,35 @@ class IntrinsicRewardNormalizer(Stateful):
                 unchanged.
         """
         if not isinstance(reward, Tensor) or not reward.dtype.is_floating_point:
-            came = f"a tensor of {reward.dtype}" if isinstance(reward, Tensor) else type(reward).__name__
-            raise TypeError(f"IntrinsicRewardNormalizer: rewards must be floating point, got {came}")
+            received = f"a tensor of {reward.dtype}" if isinstance(reward, Tensor) else type(reward).__name__
+            raise TypeError(f"IntrinsicRewardNormalizer: rewards must be floating point, got {received}")
         if reward.dim() == 0 or reward.numel() == 0:
-            raise ValueError(f"IntrinsicRewardNormalizer: got no reward, shape {tuple(reward.shape)}; want [T, N, ...]")
+            raise ValueError(
+                f"IntrinsicRewardNormalizer: reward must be [T, N, ...], got the shape {tuple(reward.shape)}"
+            )
         forward = self.direction == "forward"
-        wide = reward.detach().double()
-        before = self._before(wide, env_ids) if forward else None
-        cuts, last = (None, self._last) if traj_ids is None else self._cuts(wide, env_ids, traj_ids, done)
-        sums = discounted_scan(wide, self._discount(wide, cuts), initial=before, reverse=not forward)
+        reward64 = reward.detach().double()
+        initial = self._initial_sums(reward64, env_ids) if forward else None
+        cuts, last = (None, self._last) if traj_ids is None else self._cuts(reward64, env_ids, traj_ids, done)
+        sums = discounted_scan(reward64, self._discount(reward64, cuts), initial=initial, reverse=not forward)
         batch_variance, batch_mean = torch.var_mean(sums, correction=0 if forward or sums.numel() == 1 else 1)
         mean, variance = float(batch_mean), float(batch_variance)
         if not math.isfinite(variance):
-            bad = torch.nonzero(~torch.isfinite(wide))
-            place = bad[0].tolist() if len(bad) else "nowhere: their sums overflow"
-            raise ValueError(f"IntrinsicRewardNormalizer: {len(bad)} rewards are not finite, the first at {place}")
+            invalid = torch.nonzero(~torch.isfinite(reward64))
+            cause = (
+                f"got {len(invalid)} others, the first at {invalid[0].tolist()}"
+                if len(invalid)
+                else "their sums overflow"
+            )
+            raise ValueError(f"IntrinsicRewardNormalizer: rewards must be finite, {cause}")
         self._last = last
         if forward:
-            self._keep(sums[-1], env_ids)
+            self._store_sums(sums[-1], env_ids)
         self._update(mean, variance, sums.numel())
         # PyTorchRL's backward filter uses a single-precision deviation; do the same for comparable rewards.
         dtype = torch.float64 if forward else torch.float32
         deviation = float(torch.tensor(self._variance, dtype=dtype).sqrt())
-        return (wide / deviation).to(reward.dtype)
+        return (reward64 / deviation).to(reward.dtype)
 
     def _cuts(
         self, reward: Tensor, env_ids: Tensor | None, traj_ids: Tensor, done: Tensor | None
@@ -144,17 +150,19 @@ class IntrinsicRewardNormalizer(Stateful):
             if value is not None and tuple(value.shape[:2]) != shape:
                 raise ValueError(
                     f"IntrinsicRewardNormalizer: {name} must have the shape {shape} of time and environments, got "
-                    f"{tuple(value.shape)}. Give one for each step."
+                    f"{tuple(value.shape)}. Pass one value for each step."
                 )
         ids = traj_ids.reshape(steps, envs, -1)[..., 0].cpu()
         ended = torch.zeros(shape, dtype=torch.bool) if done is None else done.reshape(steps, envs, -1).any(-1).cpu()
         env = list(range(envs)) if env_ids is None else env_ids.tolist()
         begin, end = ids[0].tolist(), zip(ids[-1].tolist(), ended[-1].tolist(), strict=True)
-        before = [self._last.get(e, (begin[i], True)) for i, e in enumerate(env)]
+        previous = [self._last.get(env_id, (first, True)) for env_id, first in zip(env, begin, strict=True)]
         cuts = torch.empty(shape, dtype=torch.bool)
-        cuts[0] = torch.tensor([not over and begin[i] != number for i, (number, over) in enumerate(before)])
+        cuts[0] = torch.tensor(
+            [not was_done and first != last for first, (last, was_done) in zip(begin, previous, strict=True)]
+        )
         cuts[1:] = (ids[1:] != ids[:-1]) & ~ended[:-1]
-        return cuts, {**self._last, **{e: last for e, last in zip(env, end, strict=True) if e >= 0}}
+        return cuts, {**self._last, **{env_id: last for env_id, last in zip(env, end, strict=True) if env_id >= 0}}
 
     def _discount(self, reward: Tensor, cuts: Tensor | None) -> float | Tensor:
         """Return the discount between each step and the previous (backward: next) step; 0 across cuts."""
@@ -162,41 +170,41 @@ class IntrinsicRewardNormalizer(Stateful):
             return self.gamma
         if self.direction == "backward":
             cuts = torch.cat([cuts[1:], torch.zeros_like(cuts[:1])])
-        kept = ~cuts.to(reward.device).view(*cuts.shape, *[1] * (reward.ndim - 2))
-        return self.gamma * kept.to(reward.dtype).expand_as(reward)
+        continues = ~cuts.to(reward.device).view(*cuts.shape, *[1] * (reward.ndim - 2))
+        return self.gamma * continues.to(reward.dtype).expand_as(reward)
 
     def _loaded(self) -> None:
         self._last = {}  # a new collector may restart its trajectory ids at 0
 
-    def _before(self, reward: Tensor, env_ids: Tensor | None) -> Tensor | None:
+    def _initial_sums(self, reward: Tensor, env_ids: Tensor | None) -> Tensor | None:
         """Return the sums from the previous rollout, or None."""
-        kept, shape = self._filter, reward.shape[1:]
+        sums, shape = self._filter, reward.shape[1:]
         if env_ids is not None:
             if env_ids.shape != shape[:1]:
                 raise ValueError(
-                    f"IntrinsicRewardNormalizer: env_ids has shape {tuple(env_ids.shape)}, but the rollout has "
-                    f"{tuple(shape)} after time; name each environment once"
+                    f"IntrinsicRewardNormalizer: env_ids must have the shape {tuple(shape[:1])}, one id for each "
+                    f"environment, got {tuple(env_ids.shape)}"
                 )
             known = env_ids[env_ids >= 0]
             if len(known.unique()) < len(known):
-                raise ValueError(f"IntrinsicRewardNormalizer: env_ids names an environment twice: {env_ids.tolist()}")
+                raise ValueError(f"IntrinsicRewardNormalizer: env_ids must be distinct, got {env_ids.tolist()}")
             shape = shape[1:]
-        if kept is None:
+        if sums is None:
             return None
-        if (kept.shape if env_ids is None else kept.shape[1:]) != shape:
+        if (sums.shape if env_ids is None else sums.shape[1:]) != shape:
             raise ValueError(
-                f"IntrinsicRewardNormalizer: the filter runs over {tuple(kept.shape)}, the rollout has "
-                f"{tuple(reward.shape[1:])} after time; use one normaliser for each set of environments"
+                f"IntrinsicRewardNormalizer: the rollout must have the shape {tuple(sums.shape)} after time, got "
+                f"{tuple(reward.shape[1:])}; use one normaliser for each set of environments"
             )
         if env_ids is not None:
-            index = env_ids.to(kept.device)
-            stored = (index >= 0) & (index < len(kept))
-            before = kept.new_zeros(reward.shape[1:])
-            before[stored] = kept[index[stored]]
-            kept = before
-        return kept.to(reward.device)
+            index = env_ids.to(sums.device)
+            stored = (index >= 0) & (index < len(sums))
+            matched = sums.new_zeros(reward.shape[1:])
+            matched[stored] = sums[index[stored]]
+            sums = matched
+        return sums.to(reward.device)
 
-    def _keep(self, sums: Tensor, env_ids: Tensor | None) -> None:
+    def _store_sums(self, sums: Tensor, env_ids: Tensor | None) -> None:
         """Store the sums for the next rollout."""
         if env_ids is None:
             self._filter = sums.clone()
@@ -204,11 +212,11 @@ class IntrinsicRewardNormalizer(Stateful):
         index = env_ids.to(sums.device)
         known = index >= 0
         size = int(index.max()) + 1
-        kept = sums.new_zeros(0, *sums.shape[1:]) if self._filter is None else self._filter.to(sums.device)
-        if size > len(kept):
-            kept = torch.cat([kept, kept.new_zeros(size - len(kept), *sums.shape[1:])])
-        kept[index[known]] = sums[known]
-        self._filter = kept
+        stored = sums.new_zeros(0, *sums.shape[1:]) if self._filter is None else self._filter.to(sums.device)
+        if size > len(stored):
+            stored = torch.cat([stored, stored.new_zeros(size - len(stored), *sums.shape[1:])])
+        stored[index[known]] = sums[known]
+        self._filter = stored
 
     def _update(self, mean: float, variance: float, count: int) -> None:
         """Merge the moments of a batch into the running moments (Chan et al. 1979)."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrl_lightning._core.validators import fraction
-from torchrl_lightning.estimators._checks import explain_not_finite, rows_of
+from torchrl_lightning.estimators._checks import kernel_inputs, raise_not_finite
 from torchrl_lightning.kernels.scan import discounted_scan, run_rows
 from torchrl_lightning.kernels.scan_rows import block_of, bools_at, floats_at, row_is_finite, scan_rows
 
@@ -45,21 +45,21 @@ def discounted_returns(reward: Tensor, next_value: Tensor, terminated: Tensor, d
     tensor([1.5000, 1.0000, 5.0000])
     """
     names = ("reward", "next_value")
-    rows = rows_of("discounted_returns", names, (reward, next_value), (terminated, done))
+    inputs = kernel_inputs("discounted_returns", names, (reward, next_value), (terminated, done))
     gamma = fraction(gamma, "discounted_returns: gamma")
-    if rows is not None:
-        target = torch.empty_like(rows[0])
-        finite = run_rows(_return_rows, (*rows, target), gamma)
+    if inputs is not None:
+        target = torch.empty_like(inputs[0])
+        finite = run_rows(_return_rows, (*inputs, target), gamma)
     elif reward.numel() == 0:
         return torch.empty_like(reward)
     else:
-        cut = terminated | done
-        bootstrap = gamma * (cut & ~terminated).to(reward.dtype)
-        discount = gamma * cut.logical_not().to(reward.dtype)
+        ends = terminated | done
+        bootstrap = gamma * (ends & ~terminated).to(reward.dtype)
+        discount = gamma * ends.logical_not().to(reward.dtype)
         target = discounted_scan(reward + bootstrap * next_value, discount, initial=next_value[-1])
         finite = math.isfinite(float(target[0].detach().sum()))
     if not finite:
-        explain_not_finite("discounted_returns", reward=reward, next_value=next_value)
+        raise_not_finite("discounted_returns", reward=reward, next_value=next_value)
     return target
 
 

@@ -29,8 +29,8 @@ def standardize(x: Tensor, mask: Tensor | None = None, eps: float = 1e-5) -> Ten
     tensor([-1.,  0.,  1.,  0.])
     """
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
-        came = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"standardize: x must be a floating-point tensor, got {came}; call x.float() first")
+        received = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"standardize: x must be a floating-point tensor, got {received}; call x.float() first")
     if eps < 0.0:
         raise ValueError(f"standardize: eps must not be negative, got {eps}")
     if mask is None:

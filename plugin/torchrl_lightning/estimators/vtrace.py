@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from torchrl_lightning._core.validators import fraction, positive
-from torchrl_lightning.estimators._checks import explain_not_finite, rows_of
+from torchrl_lightning.estimators._checks import kernel_inputs, raise_not_finite
 from torchrl_lightning.kernels.scan import discounted_scan, run_rows
 from torchrl_lightning.kernels.scan_rows import block_of, bools_at, floats_at, row_is_finite, scan_rows
 
-_HINT = "float('inf') clips nothing"
+_HINT = "use float('inf') to disable clipping"
 
 
 def vtrace(
@@ -74,13 +74,13 @@ def vtrace(
     (tensor([3., 2.]), tensor([1.5000, 1.0000]))
     """
     names = ("reward", "value", "next_value", "log_pi", "log_mu")
-    rows = rows_of("vtrace", names, (reward, value, next_value, log_pi, log_mu), (terminated, done))
+    inputs = kernel_inputs("vtrace", names, (reward, value, next_value, log_pi, log_mu), (terminated, done))
     gamma = fraction(gamma, "vtrace: gamma")
     lmbda = fraction(lmbda, "vtrace: lmbda")
     rho_clip, c_clip = positive(rho_clip, "vtrace: rho_clip", _HINT), positive(c_clip, "vtrace: c_clip", _HINT)
     pg_rho_clip = rho_clip if pg_rho_clip is None else positive(pg_rho_clip, "vtrace: pg_rho_clip", _HINT)
-    if rows is not None:
-        r, v, w, new, old, stop, cut = rows
+    if inputs is not None:
+        r, v, w, new, old, stop, cut = inputs
         ratio = (new - old).exp_()  # torch vectorises the exponential, numba does not
         advantage, target = torch.empty_like(r), torch.empty_like(r)
         tensors = (ratio, r, v, w, stop, cut, advantage, target)
@@ -95,7 +95,7 @@ def vtrace(
         advantage = ratio.clamp(max=pg_rho_clip) * (reward + bootstrap * following - value)
         finite = math.isfinite(float(target[:1].detach().sum()))
     if not finite:
-        explain_not_finite("vtrace", reward=reward, value=value, next_value=next_value, log_pi=log_pi, log_mu=log_mu)
+        raise_not_finite("vtrace", reward=reward, value=value, next_value=next_value, log_pi=log_pi, log_mu=log_mu)
     return advantage, target
 
 

@@ -12,7 +12,7 @@ from torchrl.envs.transforms import Transform
 from torchrl_lightning._core.keys import ACTION, ADVANTAGE, CURRENT_LOG_PROB, LOG_PROB, REWARD, TARGET, VALUE
 from torchrl_lightning._core.settings import Fraction, Positive, Settings, Switch, setting
 from torchrl_lightning._core.tree import Key, keyed_leaves
-from torchrl_lightning.rollout.estimates import GAE, Estimator, MonteCarlo, Stream, VTrace
+from torchrl_lightning.rollout.estimates import GAE, Estimator, MonteCarlo, RewardKeys, VTrace
 from torchrl_lightning.rollout.rollout_writer import check_flags, time_axis, time_major
 from torchrl_lightning.rollout.values import RECURRENT_KEYS, fill_values
 
@@ -49,12 +49,12 @@ class AdvantageTransform(Settings, Transform):
     @property
     def estimator(self) -> Estimator:
         """The advantage estimator."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how advantages are estimated.")
+        raise NotImplementedError(f"{type(self).__name__} must define the property `estimator`.")
 
     @property
-    def stream(self) -> Stream:
+    def stream(self) -> RewardKeys:
         """Keys of the read and written entries."""
-        return Stream(self.reward_key, self.value_key, self.advantage_key, self.value_target_key)
+        return RewardKeys(self.reward_key, self.value_key, self.advantage_key, self.value_target_key)
 
     # TorchRL's PPO trainer config assigns the critic to ``transform.module.value_network``, an attribute of its GAE.
     @property
@@ -94,11 +94,11 @@ class AdvantageTransform(Settings, Transform):
         axis = time_axis(tensordict, self.time_dim)
         check_flags(tensordict)
         rollout = time_major(tensordict, self.time_dim)
-        before = dict(keyed_leaves(rollout))
+        old_leaves = dict(keyed_leaves(rollout))
         self.compute(rollout)
         if rollout is not tensordict:
             for key, value in keyed_leaves(rollout):
-                if before.get(key) is not value:
+                if old_leaves.get(key) is not value:
                     tensordict.set(key, value.squeeze(1) if tensordict.ndim == 1 else value.transpose(0, axis))
         return tensordict
 
@@ -146,7 +146,7 @@ class DiscountedReturns(AdvantageTransform):
         return MonteCarlo(standardize=self.standardize_advantages)
 
     @property
-    def stream(self) -> Stream:
+    def stream(self) -> RewardKeys:
         """Keys of the read and written entries."""
         return dataclasses.replace(super().stream, bootstrap=self.bootstrap)
 

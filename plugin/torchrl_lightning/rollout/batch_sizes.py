@@ -15,36 +15,39 @@ from torchrl_lightning._core.torchrl_compat import new_tensordict
 from torchrl_lightning._core.tree import Tree, next_key
 from torchrl_lightning._core.validators import integer
 
-NAMES = (None, "time")
+_SEQUENCE_NAMES = (None, "time")
 
 
 def split_epoch(
-    units: int, num_mini_batch: int | None, mini_batch_size: int | None, drop_last: bool, *, whole: bool
+    units: int, num_mini_batch: int | None, mini_batch_size: int | None, drop_last: bool, *, whole_envs: bool
 ) -> tuple[int | None, int | None]:
     """Return ``(number, size)`` of an epoch's mini-batches; ``size=None`` makes their sizes as even as possible.
 
     Raises:
         ValueError: a number is not positive, exceeds the stored data, or does not divide the number of environments.
     """
-    unit = "environments" if whole else "steps"
+    unit = "environments" if whole_envs else "steps"
     for name, value in (("num_mini_batch", num_mini_batch), ("mini_batch_size", mini_batch_size)):
         if value is not None and integer(value, name) > units:
-            raise ValueError(f"{name}={value} is more than the {units} stored {unit}.")
+            raise ValueError(f"{name} must be at most {units}, the number of stored {unit}, got {value}.")
     if num_mini_batch is None and mini_batch_size is None:
-        raise ValueError("Give num_mini_batch or mini_batch_size (or an algorithm that has them).")
+        raise ValueError(
+            "num_mini_batch or mini_batch_size must be an integer, got None for both. Pass one of them, or give the "
+            "buffer an algorithm that has them."
+        )
     if num_mini_batch is not None and mini_batch_size is not None:
         if num_mini_batch * mini_batch_size > units:
             raise ValueError(
                 f"num_mini_batch={num_mini_batch} times mini_batch_size={mini_batch_size} is "
-                f"{num_mini_batch * mini_batch_size}, but only {units} {unit} are stored."
+                f"{num_mini_batch * mini_batch_size}, but only {units} {unit} are stored. Lower one of them."
             )
         return num_mini_batch, mini_batch_size
     if num_mini_batch is None:
         return None, mini_batch_size
-    if whole and units % num_mini_batch:
+    if whole_envs and units % num_mini_batch:
         raise ValueError(
-            f"num_mini_batch={num_mini_batch} does not divide the {units} environments; a recurrent mini-batch "
-            f"holds whole environments. Use one of {[n for n in range(1, units + 1) if units % n == 0]}."
+            f"num_mini_batch must divide the {units} environments, got {num_mini_batch}: a recurrent mini-batch holds "
+            f"whole environments. Use one of {[n for n in range(1, units + 1) if units % n == 0]}."
         )
     return num_mini_batch, units // num_mini_batch if drop_last else None
 
@@ -58,23 +61,23 @@ def select_entries(
         KeyError: the rollout lacks one of ``keys``.
     """
     if keys is not None:
-        absent = [key for key in keys if key not in rollout.keys(include_nested=True)]
-        if absent:
-            have = sorted(map(str, rollout.keys(include_nested=True, leaves_only=True)))
-            raise KeyError(f"batch_keys {absent} are not in the rollout; it has {have}.")
+        missing = [key for key in keys if key not in rollout.keys(include_nested=True)]
+        if missing:
+            available = sorted(map(str, rollout.keys(include_nested=True, leaves_only=True)))
+            raise KeyError(f"batch_keys must be entries of the rollout, got {missing}. The rollout has {available}.")
         # A loss needs this mark to distinguish replayed steps from the policy's steps.
         marks = [REPLAYED] if rollout.get(REPLAYED, None) is not None else []
         rollout = rollout.select(*keys, *marks)
         hidden = ()
-    skip = {(key,) if isinstance(key, str) else key for key in hidden}
+    hidden_paths = {(key,) if isinstance(key, str) else key for key in hidden}
 
     def walk(node: TensorDictBase, prefix: tuple[str, ...]) -> Tree:
         tree: Tree = {}
         for key, value in node.items():
-            here = (*prefix, key)
-            if here not in skip:
+            path = (*prefix, key)
+            if path not in hidden_paths:
                 if isinstance(value, TensorDictBase):
-                    tree[key] = walk(value, here)
+                    tree[key] = walk(value, path)
                 else:
                     tree[key] = value.flatten(0, 1) if flat else value
         return tree
@@ -99,19 +102,24 @@ def sequences(
     batch = torch.Size([envs.shape[0], rollout.shape[0]])
 
     present = [key for key in recurrent_keys if key in rollout.keys(include_nested=True)]
-    kept = rollout.exclude(*present, *(next_key(key) for key in present)) if present else rollout
-    out = view_leaves(kept, lambda value: value.transpose(0, 1).index_select(0, envs), batch, NAMES)
-    start = out.get("is_init", None)
+    other_entries = rollout.exclude(*present, *(next_key(key) for key in present)) if present else rollout
+    out = view_leaves(other_entries, lambda value: value.transpose(0, 1).index_select(0, envs), batch, _SEQUENCE_NAMES)
+    is_init = out.get("is_init", None)
 
-    def first(value: Tensor) -> Tensor:
+    def initial_state(value: Tensor) -> Tensor:
         state = value[0].index_select(0, envs).unsqueeze(1).expand(batch[0], batch[1], *value.shape[2:])
-        if start is None or not bool(start.any()):
+        if is_init is None or not bool(is_init.any()):
             return state
-        return state.masked_fill(start.reshape(*batch, *[1] * (value.ndim - 2)), 0)
+        return state.masked_fill(is_init.reshape(*batch, *[1] * (value.ndim - 2)), 0)
 
     for key in present:
         value = rollout.get(key)
-        out.set(key, first(value) if isinstance(value, Tensor) else view_leaves(value, first, batch, NAMES))
+        out.set(
+            key,
+            initial_state(value)
+            if isinstance(value, Tensor)
+            else view_leaves(value, initial_state, batch, _SEQUENCE_NAMES),
+        )
     return out
 
 

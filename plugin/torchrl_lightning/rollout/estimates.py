@@ -29,11 +29,11 @@ from torchrl_lightning._core.keys import (
 from torchrl_lightning._core.tree import join, keys_below, next_key, path_of
 from torchrl_lightning._core.trust import ConfigSafe
 from torchrl_lightning.estimators import discounted_returns, gae, standardize, vtrace
-from torchrl_lightning.rollout.values import boundaries, current_log_prob, require
+from torchrl_lightning.rollout.values import current_log_prob, require_module, trace_ends
 
 
 @dataclass(frozen=True)
-class Stream:
+class RewardKeys:
     """Keys of one kind of reward (extrinsic or intrinsic) with its values, advantages and targets.
 
     Args:
@@ -63,8 +63,8 @@ class Steps(NamedTuple):
     done: Tensor
 
 
-EXTRINSIC = Stream()
-INTRINSIC = Stream(NORMALIZED_REWARD, INTRINSIC_VALUE, INTRINSIC_ADVANTAGE, INTRINSIC_TARGET, episodic=False)
+EXTRINSIC = RewardKeys()
+INTRINSIC = RewardKeys(NORMALIZED_REWARD, INTRINSIC_VALUE, INTRINSIC_ADVANTAGE, INTRINSIC_TARGET, episodic=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,30 +81,30 @@ class Estimator(ConfigSafe):
     follows_policy: ClassVar[bool] = False
     """Whether each pass over the data needs :meth:`current_log_probs` and the current critic's values."""
 
-    def compute(self, rollout: TensorDictBase, gamma: float, stream: Stream = EXTRINSIC) -> None:
+    def compute(self, rollout: TensorDictBase, gamma: float, keys: RewardKeys = EXTRINSIC) -> None:
         """Write advantages and targets of every critic to a time-major rollout that holds all values.
 
         Args:
             rollout: ``[T, N]``.
             gamma: Discount of these rewards.
-            stream: Keys of the read and written entries.
+            keys: Keys of the read and written entries.
         """
-        reward: Tensor = rollout.get(stream.reward)
-        for key in keys_below(rollout, stream.value) if stream.bootstrap else [stream.value]:
-            value: Tensor = rollout.get(key) if stream.bootstrap else torch.zeros_like(reward)
-            following = rollout.get(next_key(key)) if stream.bootstrap else value
-            ends = (torch.zeros_like(value, dtype=torch.bool),) * 2
-            if stream.episodic:
-                ends = rollout.get(TERMINATED).expand_as(value), boundaries(rollout).expand_as(value)
-            own = reward.to(value.dtype).expand_as(value)
-            advantage, target = self.advantages(Steps(own, value, following, *ends), gamma, rollout)
-            critic = path_of(key)[len(path_of(stream.value)) :]
-            rollout.set(join(stream.advantage, critic), self.standardized(advantage))
-            rollout.set(join(stream.target, critic), target)
+        reward: Tensor = rollout.get(keys.reward)
+        for key in keys_below(rollout, keys.value) if keys.bootstrap else [keys.value]:
+            value: Tensor = rollout.get(key) if keys.bootstrap else torch.zeros_like(reward)
+            next_value = rollout.get(next_key(key)) if keys.bootstrap else value
+            terminated = done = torch.zeros_like(value, dtype=torch.bool)
+            if keys.episodic:
+                terminated, done = rollout.get(TERMINATED).expand_as(value), trace_ends(rollout).expand_as(value)
+            steps = Steps(reward.to(value.dtype).expand_as(value), value, next_value, terminated, done)
+            advantage, target = self.advantages(steps, gamma, rollout)
+            critic_path = path_of(key)[len(path_of(keys.value)) :]
+            rollout.set(join(keys.advantage, critic_path), self.standardized(advantage))
+            rollout.set(join(keys.target, critic_path), target)
 
     def advantages(self, steps: Steps, gamma: float, rollout: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Return the advantages and value targets of one critic."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how advantages are estimated.")
+        raise NotImplementedError(f"{type(self).__name__} must define the method `advantages`.")
 
     def returns(self, steps: Steps, gamma: float) -> Tensor:
         """Return the value targets of one critic for data of the current policy."""
@@ -185,13 +185,13 @@ class VTrace(Estimator):
 
     def advantages(self, steps: Steps, gamma: float, rollout: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Return V-trace advantages and value targets."""
-        self._check_behaviour(rollout)
-        pair = []
+        self._check_log_probs(rollout)
+        log_probs = []
         for key in (self.current_log_prob_key, self.log_prob_key):
             log_prob = rollout.get(key)
             log_prob = log_prob.unsqueeze(-1) if log_prob.ndim == steps.value.ndim - 1 else log_prob
-            pair.append(log_prob.to(steps.value.dtype).expand_as(steps.value))
-        current, behaviour = pair
+            log_probs.append(log_prob.to(steps.value.dtype).expand_as(steps.value))
+        current, behaviour = log_probs
         return vtrace(
             current,
             behaviour,
@@ -207,24 +207,24 @@ class VTrace(Estimator):
         self, rollout: TensorDictBase, actor: Any, recurrent_keys: Collection[NestedKey]
     ) -> dict[NestedKey, Tensor]:
         """Return the log-probabilities of the stored actions under the current policy."""
-        self._check_behaviour(rollout)
-        actor = require(actor, "actor", f"to compute {self.current_log_prob_key!r}")
+        self._check_log_probs(rollout)
+        actor = require_module(actor, "actor", f"to compute {self.current_log_prob_key!r}")
         return {self.current_log_prob_key: current_log_prob(rollout, actor, self.action_key, recurrent_keys)}
 
-    def _check_behaviour(self, rollout: TensorDictBase) -> None:
+    def _check_log_probs(self, rollout: TensorDictBase) -> None:
         if rollout.get(self.log_prob_key, None) is None:
             raise KeyError(
-                f"{self.log_prob_key!r} is missing: V-trace needs the log-probabilities of the policy that acted; "
-                "let it write them (return_log_prob=True)."
+                f"The rollout must have the entry {self.log_prob_key!r}: V-trace needs the log-probabilities of the "
+                "policy that collected the data. Set return_log_prob=True in that policy."
             )
 
     def metrics(self, rollout: TensorDictBase, policy_version: int | None) -> dict[str, float]:
         """Return the mean ``|ρ - 1|``, and the policy lag if both versions are known."""
-        figures: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         current, version = (rollout.get(key, None) for key in (self.current_log_prob_key, POLICY_VERSION))
         if current is not None:
             ratio = (current - rollout.get(self.log_prob_key)).exp()
-            figures["mean_abs_rho_minus_1"] = float((ratio - 1).abs().mean())
+            metrics["mean_abs_rho_minus_1"] = float((ratio - 1).abs().mean())
         if version is not None and policy_version is not None:
-            figures["policy_lag"] = policy_version - float(version.double().mean())
-        return figures
+            metrics["policy_lag"] = policy_version - float(version.double().mean())
+        return metrics

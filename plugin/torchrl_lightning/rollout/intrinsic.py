@@ -23,7 +23,7 @@ from torchrl_lightning._core.tree import Key, Keys
 from torchrl_lightning.environments.env_ids import env_ids
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer
 from torchrl_lightning.rollout.advantages import GeneralizedAdvantages
-from torchrl_lightning.rollout.estimates import Estimator, Stream, VTrace
+from torchrl_lightning.rollout.estimates import Estimator, RewardKeys, VTrace
 
 
 class IntrinsicReturns(GeneralizedAdvantages):
@@ -83,7 +83,7 @@ class IntrinsicReturns(GeneralizedAdvantages):
         )
 
     @property
-    def stream(self) -> Stream:
+    def stream(self) -> RewardKeys:
         """Keys of the read and written entries; returns do not end with the episode."""
         return dataclasses.replace(super().stream, reward=NORMALIZED_REWARD, episodic=False)
 
@@ -107,7 +107,7 @@ def write_normalized(
     """Write the normalised rewards of a time-major rollout; without a normaliser, write the raw rewards."""
     reward = rollout.get(reward_key, None)
     if reward is None:
-        raise KeyError(f"{reward_key!r} is missing: the intrinsic stream needs intrinsic rewards.")
+        raise KeyError(f"The rollout must have intrinsic rewards in the entry {reward_key!r}.")
     if normalizer is not None:
         ids, done = rollout.get(TRAJ_IDS, None), rollout.get(DONE, None)
         reward = normalizer.normalize(reward, env_ids(rollout, time_dim=0), traj_ids=ids, done=done)

@@ -97,9 +97,9 @@ class MinibatchSampler(Stateful, SamplerBase):
             yield from self.order(count, shuffle, device).tensor_split(num_batches or 1)
             return
         batch_size = integer(batch_size, "batch_size")
-        drop = self.drop_last if drop_last is None else drop_last
+        drop_last = self.drop_last if drop_last is None else drop_last
         for number, batch in enumerate(self.order(count, shuffle, device).split(batch_size)):
-            if (drop and batch.shape[0] < batch_size) or (num_batches is not None and number >= num_batches):
+            if (drop_last and batch.shape[0] < batch_size) or (num_batches is not None and number >= num_batches):
                 return
             yield batch
 
@@ -117,25 +117,28 @@ class MinibatchSampler(Stateful, SamplerBase):
         """
         batch_size = integer(batch_size, "batch_size")
         if not len(storage):
-            raise RuntimeError("The storage is empty: there is nothing to sample; extend the buffer first.")
-        bounded_integer = self.by == "environments"
-        if bounded_integer and storage.ndim != 2:
-            raise ValueError(f'by="environments" needs a [T, N] storage, this one has ndim={storage.ndim}.')
-        steps, count = storage.shape if bounded_integer else (1, len(storage))
+            raise RuntimeError("The storage is empty, so there is nothing to sample. Extend the buffer first.")
+        by_environment = self.by == "environments"
+        if by_environment and storage.ndim != 2:
+            raise ValueError(f'by="environments" needs a storage [T, N] with ndim=2, got ndim={storage.ndim}.')
+        steps, count = storage.shape if by_environment else (1, len(storage))
         if self.drop_last and batch_size > count:
-            raise ValueError(f"A batch of {batch_size} does not fit into {count} {self.by}, and drop_last is set.")
+            raise ValueError(
+                f"batch_size must be at most {count}, the number of stored {self.by}, got {batch_size}, and "
+                "drop_last=True excludes smaller batches."
+            )
         device = getattr(storage, "device", "cpu")
         if self.remaining is None or self.len_storage != count:
             self.remaining = self.order(count, device=device)
             self.len_storage = count
-        index, rest = self.remaining[:batch_size], self.remaining[batch_size:]
-        left = rest.shape[0] // batch_size if self.drop_last else -(rest.shape[0] // -batch_size)
-        self.ran_out = left == 0
-        self.remaining = rest if left else None
-        self.remaining_batches = left
+        index, remaining = self.remaining[:batch_size], self.remaining[batch_size:]
+        count = remaining.shape[0]
+        self.remaining_batches = count // batch_size if self.drop_last else -(count // -batch_size)
+        self.ran_out = self.remaining_batches == 0
+        self.remaining = None if self.ran_out else remaining
         if storage.ndim == 1:
             return index, {}
-        if not bounded_integer:
+        if not by_environment:
             return torch.unravel_index(index, storage.shape), {}
         time = torch.arange(steps, device=device).expand(index.shape[0], -1)
         return (time, index.unsqueeze(1).expand_as(time)), {}

@@ -50,12 +50,19 @@ class PyTorchRLInterface:
             TypeError: the constructor has fewer positional arguments.
         """
         build: Any = cls
-        own = ("size", "device", "actor", "algorithm", "envs")
+        factory_arguments = ("size", "device", "actor", "algorithm", "envs")
         parameters = inspect.signature(build).parameters.values()
-        places = [each.name for each in parameters if each.kind is not each.KEYWORD_ONLY and each.name not in own]
-        if len(settings) > len(places):
-            raise TypeError(f"{cls.__name__}.create_factory() takes size and {places} by place; name what comes after.")
-        options = {**dict(zip(places, settings, strict=False)), **options}
+        positional = [
+            parameter.name
+            for parameter in parameters
+            if parameter.kind is not parameter.KEYWORD_ONLY and parameter.name not in factory_arguments
+        ]
+        if len(settings) > len(positional):
+            raise TypeError(
+                f"{cls.__name__}.create_factory() takes size and {positional} as positional arguments, got "
+                f"{len(settings)} after size. Pass the others by name."
+            )
+        options = {**dict(zip(positional, settings, strict=False)), **options}
 
         def create(device: Any = "cpu", actor: Any = None, algorithm: Any = None, envs: Any = None) -> Any:
             return build(size=size, device=device, actor=actor, algorithm=algorithm, envs=envs, **options)
@@ -194,13 +201,13 @@ class PyTorchRLInterface:
         obs = sample.get("Observation", sample.get("observation", None))
         if not isinstance(obs, Tensor):
             raise ValueError(
-                f"Channels need one tensor observation [N, C, ...], got {sorted(map(str, sample.keys()))}; "
-                "read a dict observation's entries one by one."
+                "The sample must have one tensor observation [N, C, ...], got the entries "
+                f"{sorted(map(str, sample.keys()))}. Read the channels of a dict observation entry by entry."
             )
         if obs.ndim < 2 or obs.shape[1] % self.frame_stack:
             raise ValueError(
-                f"Observations of shape {list(obs.shape)} do not hold frame_stack={self.frame_stack} frames "
-                "along their first dimension behind the environments."
+                f"Observations must be [N, C, ...] with C a multiple of frame_stack={self.frame_stack}, got the shape "
+                f"{list(obs.shape)}."
             )
         self.num_channels_obs = obs.shape[1] // self.frame_stack
         return self.num_channels_obs
@@ -215,7 +222,7 @@ class PyTorchRLInterface:
         """
         parameters = self._parameters
         if parameter_name not in parameters:
-            raise ValueError(f"No parameter {parameter_name!r}; there are {sorted(parameters)}.")
+            raise ValueError(f"parameter_name must be one of {sorted(parameters)}, got {parameter_name!r}.")
         new_parameter_value = parameters[parameter_name](new_parameter_value, parameter_name)
         if parameter_name == "size":
             self._resize(new_parameter_value)

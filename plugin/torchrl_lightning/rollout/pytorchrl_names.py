@@ -47,11 +47,11 @@ DOCUMENTED: dict[str, NestedKey] = {
 }
 """The 13 documented names. ``Done`` means terminated; an optional ``Truncated`` refines it."""
 
-WITH_SUCCESSORS = ("Observation", "RecurrentHiddenStates", "Value", "IntrinsicValue")
-REFINEMENTS: dict[str, NestedKey] = {"Truncated": TRUNCATED, "EpisodeStart": IS_INIT}
-FLAGS = {"Done", "NextDone", "Truncated", "NextTruncated", "EpisodeStart"}
-COLUMNS = {*FLAGS, "Reward", "IntrinsicReward", "Value", "IntrinsicValue", "NextValue", "NextIntrinsicValue"}
-KNOWN = sorted({*DOCUMENTED, *FLAGS, *(f"Next{name}" for name in WITH_SUCCESSORS)})
+_WITH_SUCCESSORS = ("Observation", "RecurrentHiddenStates", "Value", "IntrinsicValue")
+_REFINEMENTS: dict[str, NestedKey] = {"Truncated": TRUNCATED, "EpisodeStart": IS_INIT}
+_FLAGS = {"Done", "NextDone", "Truncated", "NextTruncated", "EpisodeStart"}
+_SCALARS = {*_FLAGS, "Reward", "IntrinsicReward", "Value", "IntrinsicValue", "NextValue", "NextIntrinsicValue"}
+ALL_NAMES = sorted({*DOCUMENTED, *_FLAGS, *(f"Next{name}" for name in _WITH_SUCCESSORS)})
 
 
 def key_of(name: str, keys: Mapping[str, NestedKey] = DOCUMENTED) -> NestedKey:
@@ -79,42 +79,42 @@ def from_documented(
     """
     if not isinstance(sample, Mapping):
         raise TypeError(f"Expected a TensorDict, or a dict with the documented names, got a {type(sample).__name__}.")
-    unknown = sorted(set(sample) - set(KNOWN))
+    unknown = sorted(set(sample) - set(ALL_NAMES))
     if unknown:
-        raise KeyError(f"Unknown names {unknown}; the documented ones are {KNOWN}.")
+        raise KeyError(f"The names of a sample must be in {ALL_NAMES}, got {unknown}.")
     missing = [name for name in ("Reward", "Done") if name not in sample]
     if missing:
-        raise KeyError(f"{missing} missing in a sample with {sorted(sample)}.")
+        raise KeyError(f"A sample must have 'Reward' and 'Done', got {sorted(sample)} without {missing}.")
     batch = torch.as_tensor(sample["Reward"]).shape[:batch_dims]
     out = TensorDict({}, batch)
 
     def read(name: str, value: Any) -> Tensor:
         tensor = torch.as_tensor(value)
-        if name in COLUMNS and tensor.ndim == batch_dims:
+        if name in _SCALARS and tensor.ndim == batch_dims:
             return tensor.unsqueeze(-1)
         if name == "LogProbability" and tensor.ndim > batch_dims and tensor.shape[-1] == 1:
             return tensor.squeeze(-1)
         return tensor
 
     for name, value in sample.items():
-        if name in FLAGS or value is None:
+        if name in _FLAGS or value is None:
             continue
         path = path_of(key_of(name, keys))
         if isinstance(value, Mapping | TensorDictBase):
-            above = path[:-1] if name in ("Observation", "NextObservation") else path
-            for part, leaf in value.items():
-                out.set((*above, part), read(name, leaf))
+            parent = path[:-1] if name in ("Observation", "NextObservation") else path
+            for key, leaf in value.items():
+                out.set((*parent, key), read(name, leaf))
         else:
             out.set(path, read(name, value))
     terminated = read("Done", sample.get("NextDone", sample["Done"])).bool()
     truncated = sample.get("NextTruncated", sample.get("Truncated"))
-    cut = torch.zeros_like(terminated) if truncated is None else read("Truncated", truncated).bool()
+    truncated_flag = torch.zeros_like(terminated) if truncated is None else read("Truncated", truncated).bool()
     out.set(("next", "terminated"), terminated)
-    out.set(("next", "truncated"), cut)
-    out.set(("next", "done"), terminated | cut)
-    start = sample["Done"] if "NextDone" in sample else sample.get("EpisodeStart")
-    if start is not None:
-        out.set("is_init", read("EpisodeStart", start).bool())
+    out.set(("next", "truncated"), truncated_flag)
+    out.set(("next", "done"), terminated | truncated_flag)
+    is_init = sample["Done"] if "NextDone" in sample else sample.get("EpisodeStart")
+    if is_init is not None:
+        out.set("is_init", read("EpisodeStart", is_init).bool())
     return out
 
 
@@ -129,18 +129,19 @@ def to_documented(data: TensorDictBase, keys: Mapping[str, NestedKey] = DOCUMENT
         >>> {name: value.tolist() for name, value in to_documented(data).items()}
         {'Action': [0.0], 'Reward': [[1.0]]}
     """
-    names = {**keys, **{f"Next{name}": key_of(f"Next{name}", keys) for name in WITH_SUCCESSORS}, **REFINEMENTS}
-    following = data.get("next", None)
-    taken = {path_of(key)[0] for key in (*keys.values(), *REFINEMENTS.values())}
-    rest = taken - {OBSERVATION} | set(REPEATED)
-    observed = [] if following is None else [key for key in data.keys() if key in following.keys() and key not in rest]  # noqa: SIM118
-    parts = [] if observed == ["observation"] else observed
+    names = {**keys, **{f"Next{name}": key_of(f"Next{name}", keys) for name in _WITH_SUCCESSORS}, **_REFINEMENTS}
+    next_data = data.get("next", None)
+    documented_roots = {path_of(key)[0] for key in (*keys.values(), *_REFINEMENTS.values())}
+    reserved = documented_roots - {OBSERVATION} | set(REPEATED)
+    shared = [] if next_data is None else [key for key in data.keys() if key in next_data.keys()]  # noqa: SIM118
+    observation_keys = [key for key in shared if key not in reserved]
+    is_dict_observation = observation_keys not in ([], ["observation"])
     out: dict[str, Any] = {}
     for name, key in names.items():
         value = data.get(key, None)
-        if parts and name in ("Observation", "NextObservation"):
-            source = data if name == "Observation" else following
-            out[name] = {part: source.get(part) for part in parts}
+        if is_dict_observation and name in ("Observation", "NextObservation"):
+            source = data if name == "Observation" else next_data
+            out[name] = {entry: source.get(entry) for entry in observation_keys}
         elif value is not None:
             out[name] = value.to_dict() if isinstance(value, TensorDictBase) else value
     return out

@@ -18,14 +18,14 @@ from torchrl_lightning._core.keys import CURRENT_LOG_PROB, INTRINSIC_REWARD, NOR
 from torchrl_lightning._core.mixins import SignatureDescriptor, fresh_generator
 from torchrl_lightning._core.protocols import EnvsApi
 from torchrl_lightning._core.settings import Count, Fraction, Settings, Switch, computed, default_factory, setting
-from torchrl_lightning._core.state import Attribute, Child, Stateful, flag
+from torchrl_lightning._core.state import Attribute, Child, Stateful, any_value, flag
 from torchrl_lightning._core.tree import Keys, keys_below, next_key, path_of, to_tensordict
 from torchrl_lightning._core.tree_checks import TorchRLState
 from torchrl_lightning._core.validators import Check, fraction
 from torchrl_lightning.environments.replay_source import ReplaySource
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer
 from torchrl_lightning.rollout.batch_sizes import select_entries, sequences, split_epoch
-from torchrl_lightning.rollout.estimates import GAE, INTRINSIC, Estimator, Stream
+from torchrl_lightning.rollout.estimates import GAE, INTRINSIC, Estimator, RewardKeys
 from torchrl_lightning.rollout.hooks import RolloutHooks
 from torchrl_lightning.rollout.intrinsic import has_intrinsic, write_normalized
 from torchrl_lightning.rollout.minibatches import MinibatchSampler
@@ -111,7 +111,7 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
     normalize_intrinsic: Switch = True
     intrinsic_direction: Literal["forward", "backward"] = "forward"
     recompute_values: Switch = False
-    stream: Annotated[Stream, default_factory(Stream)] = setting(default=None)
+    stream: Annotated[RewardKeys, default_factory(RewardKeys)] = setting(default=None)
     hooks: Annotated[RolloutHooks, default_factory(RolloutHooks)] = setting(default=None)
     _num_envs: InitVar[Count | None] = setting(alias="num_envs", default=None)
     time_dim: InitVar[int | None] = None
@@ -198,7 +198,7 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
     @property
     def _parameters(self) -> Mapping[str, Check]:
         """Validator of each setting that :meth:`update_storage_parameter` can change."""
-        return {name: self.settings_of_class[name].check or (lambda value, name: value) for name in self.changeable}
+        return {name: self.settings_of_class[name].check or any_value for name in self.changeable}
 
     @property
     def _documented_keys(self) -> Mapping[str, NestedKey]:
@@ -210,7 +210,7 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
     @property
     def is_recurrent(self) -> bool:
         """Whether mini-batches are whole environments; by default if a recurrent state is stored."""
-        return self.storage.layout.holds(self.recurrent_keys) if self.recurrent is None else self.recurrent
+        return self.storage.layout.has_entries(self.recurrent_keys) if self.recurrent is None else self.recurrent
 
     # ---- settings of the estimates ----------------------------------------------------------------------------------
 
@@ -237,8 +237,8 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
     def gamma_intrinsic(self, gamma: float | None) -> None:
         self._gamma_intrinsic = gamma
 
-    def _discount(self, name: str, given: float | None) -> float:
-        discount = getattr(self.algorithm, name, None) if given is None else given
+    def _discount(self, name: str, configured: float | None) -> float:
+        discount = getattr(self.algorithm, name, None) if configured is None else configured
         return 0.99 if discount is None else fraction(discount, name)
 
     @property
@@ -263,56 +263,56 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
         return self.stream.bootstrap and not (self.recompute_values or self.estimator.follows_policy)
 
     @property
-    def _result_keys(self) -> list[NestedKey]:
+    def _estimate_keys(self) -> list[NestedKey]:
         """Keys of the entries that the estimates write."""
-        own, inner = self.stream, INTRINSIC
-        return [own.advantage, own.target, inner.advantage, inner.target, NORMALIZED_REWARD, CURRENT_LOG_PROB]
+        keys = self.stream
+        return [keys.advantage, keys.target, INTRINSIC.advantage, INTRINSIC.target, NORMALIZED_REWARD, CURRENT_LOG_PROB]
 
     @property
-    def _computed_keys(self) -> list[NestedKey]:
+    def _value_roots(self) -> list[NestedKey]:
         """Keys of the extrinsic and intrinsic values."""
         return [self.stream.value, INTRINSIC.value]
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
     def _write_slice(self, data: TensorDictBase, time_dim: int | None, copy: bool) -> None:
-        data = self._without_results(data)
+        data = self._without_estimates(data)
         if len(self.transform):
             data = self.transform.inv(data)
         rollout = self.writer.prepare(data, self.writer.time_dim if time_dim is None else time_dim, 0)
         self.empty()
         self.writer.write(rollout, copy=copy)
 
-    def _without_results(self, data: TensorDictBase) -> TensorDictBase:
+    def _without_estimates(self, data: TensorDictBase) -> TensorDictBase:
         """Return the data without the results and computed values of an earlier estimate."""
         # Computed values come with successor values and results; the policy's values come without them. If data is
         # stored, its schema decides: it contains results and values only if they were written with the data.
         schema = self.storage.schema
-        drop = [key for key in self._result_keys if data.get(key, None) is not None]
-        computed = self._values_in(data)
+        drop = [key for key in self._estimate_keys if data.get(key, None) is not None]
+        value_keys = self._value_keys_in(data)
         if schema:
-            drop = [k for k in drop + computed if k not in schema and schema.keys().isdisjoint(keys_below(data, k))]
+            drop = [key for key in drop + value_keys if key not in schema]
+            drop = [key for key in drop if schema.keys().isdisjoint(keys_below(data, key))]
         elif drop:
-            roots = [key for key in computed if next_key(key) in computed]
+            roots = [key for key in value_keys if next_key(key) in value_keys]
             drop += [*roots, *(next_key(key) for key in roots)]
         return data.exclude(*drop) if drop else data
 
-    def _values_in(self, data: TensorDictBase) -> list[NestedKey]:
+    def _value_keys_in(self, data: TensorDictBase) -> list[NestedKey]:
         """Return the keys of all values in ``data``, including successor values."""
-        return [
-            found for key in self._computed_keys for root in (key, next_key(key)) for found in keys_below(data, root)
-        ]
+        roots = [root for key in self._value_roots for root in (key, next_key(key))]
+        return [key for root in roots for key in keys_below(data, root)]
 
     def _reserve(self, step: TensorDictBase) -> None:
         if self.storage.num_steps:
-            raise ValueError(f"{self.storage.num_steps} steps are stored; call reset() before init_tensors.")
-        self.storage.allocate(self.writer.complete(self._without_results(step)))
+            raise ValueError(f"init_tensors needs an empty buffer, got {self.storage.num_steps} steps. Call reset().")
+        self.storage.allocate(self.writer.complete(self._without_estimates(step)))
 
     def _resize(self, size: int) -> None:
         self.storage.resize(size)
 
     def _write_step(self, step: TensorDictBase) -> None:
-        step = self.writer.complete(self._without_results(step))
+        step = self.writer.complete(self._without_estimates(step))
         if self._consumed:
             self.writer.prepare(step.unsqueeze(0), 0, 0)
             self.empty()
@@ -390,18 +390,18 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
 
     def _write_inputs(self, estimator: Estimator, actor: Any = None, critic: Any = None) -> None:
         """Write the inputs of an estimator: values, and current log-probabilities if it needs them."""
-        rollout, keys, now = self.storage.rollout, self.recurrent_keys, estimator.follows_policy
-        said = estimator.current_log_probs(rollout, self.actor if actor is None else actor, keys)
-        known = () if now or self.recompute_values else self.storage.schema
+        rollout, recurrent_keys, follows_policy = self.storage.rollout, self.recurrent_keys, estimator.follows_policy
+        log_probs = estimator.current_log_probs(rollout, self.actor if actor is None else actor, recurrent_keys)
+        known = () if follows_policy or self.recompute_values else self.storage.schema
         extrinsic: dict[NestedKey, bool] = {self.stream.value: True} if self.stream.bootstrap else {}
         intrinsic: dict[NestedKey, bool] = {INTRINSIC.value: False} if has_intrinsic(rollout) else {}
         if self.intrinsic_critic is None:
             extrinsic, intrinsic = {**extrinsic, **intrinsic}, {}
-        own = self.critic if critic is None else critic
-        for module, roots in ((own, extrinsic), (self.intrinsic_critic, intrinsic)):
+        main_critic = self.critic if critic is None else critic
+        for module, roots in ((main_critic, extrinsic), (self.intrinsic_critic, intrinsic)):
             if roots:
-                fill_values(rollout, module, roots, known=known, recurrent_keys=keys, unroll=now)
-        for key, value in said.items():
+                fill_values(rollout, module, roots, known=known, recurrent_keys=recurrent_keys, unroll=follows_policy)
+        for key, value in log_probs.items():
             rollout.set(key, value)
 
     def normalize_int_rewards(self) -> None:
@@ -438,25 +438,25 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
 
     def _all_data(self) -> TensorDictBase:
         rollout, schema = self._estimated(), self.storage.schema
-        given = [key for key in self._values_in(rollout) if key in schema and path_of(key)[0] != "next"]
-        told = [key for key in (next_key(key) for key in given) if key not in schema]
-        return rollout.exclude(*told).clone()
+        given_values = [key for key in self._value_keys_in(rollout) if key in schema and path_of(key)[0] != "next"]
+        computed_next_values = [key for key in (next_key(key) for key in given_values) if key not in schema]
+        return rollout.exclude(*computed_next_values).clone()
 
     def _batches(
-        self, number: int | None, size: int | None, num_epochs: int, shuffle: bool, drop_last: bool
+        self, num_batches: int | None, batch_size: int | None, num_epochs: int, shuffle: bool, drop_last: bool
     ) -> Iterator[TensorDictBase]:
-        rollout, whole = self.storage.rollout, self.is_recurrent
-        units = rollout.shape[1] if whole else rollout.numel()
-        number, size = split_epoch(units, number, size, drop_last, whole=whole)
+        rollout, whole_envs = self.storage.rollout, self.is_recurrent
+        units = rollout.shape[1] if whole_envs else rollout.numel()
+        num_batches, batch_size = split_epoch(units, num_batches, batch_size, drop_last, whole_envs=whole_envs)
         self._estimated()
-        hidden = [*REPEATED, *(next_key(key) for key in self._computed_keys)]
-        tree = select_entries(rollout, self.batch_keys, hidden, flat=not whole)
-        source = to_tensordict(tree, rollout.batch_size) if whole else None
+        hidden = [*REPEATED, *(next_key(key) for key in self._value_roots)]
+        tree = select_entries(rollout, self.batch_keys, hidden, flat=not whole_envs)
+        source = to_tensordict(tree, rollout.batch_size) if whole_envs else None
 
         def batches() -> Iterator[TensorDictBase]:
             for _ in range(num_epochs):
                 for index in self.sampler.epoch(
-                    units, size, shuffle=shuffle, drop_last=drop_last, num_batches=number, device=self.device
+                    units, batch_size, shuffle=shuffle, drop_last=drop_last, num_batches=num_batches, device=self.device
                 ):
                     batch = gather(tree, index) if source is None else sequences(source, index, self.recurrent_keys)
                     yield self.transform(batch) if len(self.transform) else batch
@@ -494,7 +494,7 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
             policy_version: version of the learning policy, for the policy lag.
         """
         estimator, rollout = self.estimator, self.storage.rollout if self.storage.num_steps else None
-        figures = self.hooks.metrics(rollout)
+        metrics = self.hooks.metrics(rollout)
         if rollout is not None and estimator.follows_policy:
-            figures |= estimator.metrics(rollout, policy_version)
-        return figures
+            metrics |= estimator.metrics(rollout, policy_version)
+        return metrics

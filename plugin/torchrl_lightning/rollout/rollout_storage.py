@@ -59,28 +59,28 @@ class RolloutLayout:
             and path[1] not in ("reward", *FLAGS)
             and not path[1].endswith(("state_value", "_reward"))
         ]
-        self._held: dict[tuple[NestedKey, ...], bool] = {}
+        self._has_entries: dict[tuple[NestedKey, ...], bool] = {}
 
-    def holds(self, roots: tuple[NestedKey, ...]) -> bool:
+    def has_entries(self, roots: tuple[NestedKey, ...]) -> bool:
         """Return True if an entry exists at or below one of the keys."""
-        if roots not in self._held:
-            self._held[roots] = any(under(key, root) for key in self.schema for root in roots)
-        return self._held[roots]
+        if roots not in self._has_entries:
+            self._has_entries[roots] = any(under(key, root) for key in self.schema for root in roots)
+        return self._has_entries[roots]
 
 
-def _check_of_num_envs(storage: Any) -> Check:
+def _num_envs_check(storage: Any) -> Check:
     return optional(bounded_integer(1) if storage.num_envs is None else same(storage.num_envs, storage.OWNER))
 
 
-def _entries(tail: TensorDictBase | None) -> dict[str, Any] | None:
-    return None if tail is None else tail.to_dict()
+def _optional_dict(step: TensorDictBase | None) -> dict[str, Any] | None:
+    return None if step is None else step.to_dict()
 
 
 class RolloutStorage(Stateful, StorageBase):
     """Store one rollout time-major, ``[T, N]``, with its bootstrap step.
 
     Cell ``(t, n)`` holds step ``t`` of environment ``n``; ``dim_extend`` is 0. The next write removes entries that were
-    added to :attr:`rollout`, for example advantages. :attr:`tail` is the bootstrap step: the root entries of step ``T``
+    added to :attr:`rollout`, for example advantages. :attr:`bootstrap_step` has the root entries of step ``T``
     (observation, is_init, recurrent state). ``empty`` keeps it so that the next rollout can continue from it.
 
     Args:
@@ -104,11 +104,11 @@ class RolloutStorage(Stateful, StorageBase):
     OWNER, VERSION = "rollout storage", 1
     STATE = {
         "size": Attribute(),
-        "num_envs": Attribute(of=_check_of_num_envs),
+        "num_envs": Attribute(of=_num_envs_check),
         "num_steps": Attribute(of=lambda storage: bounded_integer(0, storage.size)),
-        "data": Attribute(optional(mapping), "_filled"),
-        "added": Attribute(mapping, "_added"),
-        "tail": Attribute(optional(mapping), form=_entries),
+        "data": Attribute(optional(mapping), "_filled_dict"),
+        "added": Attribute(mapping, "_added_dict"),
+        "tail": Attribute(optional(mapping), "bootstrap_step", form=_optional_dict),
     }
 
     def __init__(self, size: int, *, num_envs: int | None = None, device: torch.device | str = "cpu") -> None:
@@ -119,7 +119,7 @@ class RolloutStorage(Stateful, StorageBase):
         self.size = size
         self.num_envs = num_envs
         self.num_steps = 0
-        self.tail: TensorDict | None = None
+        self.bootstrap_step: TensorDict | None = None
         self.layout = RolloutLayout({})
         self._rollout: TensorDict | None = None
 
@@ -154,9 +154,11 @@ class RolloutStorage(Stateful, StorageBase):
             ValueError: the number of environments differs from ``num_envs``, or the memory does not suffice.
         """
         if row.ndim != 1 or (self.num_envs is not None and row.shape[0] != self.num_envs):
-            raise ValueError(f"Expected rows of {self.num_envs} environments, got batch size {list(row.shape)}.")
+            raise ValueError(
+                f"The batch size must be [{self.num_envs or 'N'}], one row for each environment, got {list(row.shape)}."
+            )
         rows, envs = self.size, row.shape[0]
-        self._check_room(describe(row, 0), rows)
+        self._check_free_memory(describe(row, 0), rows)
         self.num_envs = envs
         self.max_size = rows * envs
         tree = map_leaves(
@@ -171,7 +173,7 @@ class RolloutStorage(Stateful, StorageBase):
         Returns:
             True on success. Every leaf must be contiguous and on this device, and the rollout must have ``size`` steps.
         """
-        fits = [each.is_contiguous() and each.device == self.device for each in rollout.values(True, True)]
+        fits = [leaf.is_contiguous() and leaf.device == self.device for leaf in rollout.values(True, True)]
         if type(rollout) is not TensorDict or rollout.shape[0] != self.size or not all(fits):
             return False
         self.data = rollout.copy()
@@ -182,7 +184,7 @@ class RolloutStorage(Stateful, StorageBase):
         self.finish_write(self.size)
         return True
 
-    def _check_room(self, row: Schema, rows: int) -> None:
+    def _check_free_memory(self, row: Schema, rows: int) -> None:
         needed = rows * sum(math.prod(shape) * dtype.itemsize for shape, dtype in row.values())
         check_free_memory(
             needed,
@@ -198,8 +200,8 @@ class RolloutStorage(Stateful, StorageBase):
         """
         if set_cursor and not isinstance(cursor, int | slice):
             raise TypeError(
-                f"A rollout is written row by row or as one slice, got a {type(cursor).__name__} cursor; "
-                "use RolloutWriter as the buffer's writer."
+                f"cursor must be an integer or a slice, got {type(cursor).__name__}. Use a RolloutWriter as the "
+                "buffer's writer."
             )
         if self.data is None:
             self.allocate(data if isinstance(cursor, int) else data[0])
@@ -214,14 +216,14 @@ class RolloutStorage(Stateful, StorageBase):
     def store_bootstrap_step(self, data: TensorDictBase, row: Any, recurrent_keys: Collection[NestedKey]) -> None:
         """Store the bootstrap step after a row; set recurrent states to 0 if the episode ended."""
         done = data.get(DONE)[row].to(self.device, copy=True)
-        tail, following = TensorDict({}, done.shape[:1]), data.get(NEXT)
+        bootstrap_step, next_data = TensorDict({}, done.shape[:1]), data.get(NEXT)
         for key in self.layout.carried_keys:
-            value = following.get(key)[row].to(self.device, copy=True)
+            value = next_data.get(key)[row].to(self.device, copy=True)
             if path_of(key)[0] in recurrent_keys or key in recurrent_keys:
                 value.masked_fill_(done.reshape(len(done), *[1] * (value.ndim - 1)), 0)
-            tail.set(key, value)
-        tail.set("is_init", done)
-        self.tail = tail
+            bootstrap_step.set(key, value)
+        bootstrap_step.set("is_init", done)
+        self.bootstrap_step = bootstrap_step
 
     def finish_write(self, num_steps: int) -> None:
         """Set the number of stored steps after a write, and drop added entries."""
@@ -253,16 +255,18 @@ class RolloutStorage(Stateful, StorageBase):
         """
         integer(size, "size")
         if size < self.num_steps:
-            raise ValueError(f"{self.num_steps} steps are stored and do not fit into size={size}; call empty() first.")
+            raise ValueError(
+                f"size must be at least {self.num_steps}, the number of stored steps, got {size}. Call empty() first."
+            )
         if self.data is None:
             self.size, self.max_size = size, size * (self.num_envs or 1)
             return
-        self._check_room(describe(self.data, 1), size)
-        old, steps, added = self.data, self.num_steps, self.added()
+        self._check_free_memory(describe(self.data, 1), size)
+        old_data, num_steps, added = self.data, self.num_steps, self.added()
         self.size = size
-        self.allocate(old[0])
-        if steps:
-            self.set(slice(0, steps), old[:steps])
+        self.allocate(old_data[0])
+        if num_steps:
+            self.set(slice(0, num_steps), old_data[:num_steps])
         for key, value in added.items():
             self.rollout.set(key, value)
 
@@ -296,35 +300,39 @@ class RolloutStorage(Stateful, StorageBase):
             self.rollout.set(key, value)
 
     @property
-    def _filled(self) -> dict[str, Any] | None:
+    def _filled_dict(self) -> dict[str, Any] | None:
         return None if self.data is None else self.data[: self.num_steps].to_dict()
 
     @property
-    def _added(self) -> dict[str, Any]:
+    def _added_dict(self) -> dict[str, Any]:
         return TensorDict(self.added(), self.shape or []).to_dict()
 
     def _validate_consistency(self, values: Mapping[str, Any]) -> None:
-        steps, envs, data, tail = (values[name] for name in ("num_steps", "num_envs", "data", "tail"))
-        if (envs is None and (data, tail) != (None, None)) or (data is None and (steps or values["added"])):
-            raise ValueError(f"The state counts {steps} steps of {envs} environments and does not hold them.")
+        steps, envs, data, bootstrap_step = (values[name] for name in ("num_steps", "num_envs", "data", "tail"))
+        if (envs is None and (data, bootstrap_step) != (None, None)) or (data is None and (steps or values["added"])):
+            raise ValueError(f"The state must contain the data of its {steps} steps of {envs} environments.")
         batch = torch.Size([steps, envs or 0])
-        for tree, size in ((data, batch), (values["added"] or None, batch), (tail, batch[1:])):
+        for tree, size in ((data, batch), (values["added"] or None, batch), (bootstrap_step, batch[1:])):
             if tree is not None:
                 check_tree(tree, size, self.OWNER)
         if data is None:
             return
-        found = describe(data, 2)
-        if self.schema and found != self.schema:
-            raise ValueError(f"The state holds other data: {schema_difference(self.schema, found)}.")
+        schema = describe(data, 2)
+        if self.schema and schema != self.schema:
+            raise ValueError(
+                f"The entries of the state differ from the stored ones: {schema_difference(self.schema, schema)}."
+            )
         if self.data is None:
-            self._check_room({k: (torch.Size([envs, *f]), dtype) for k, (f, dtype) in found.items()}, self.size)
-        for key, kind in describe(tail or {}, 1).items():
-            if found.get(key, kind) != kind:
-                raise ValueError(f"The state's step after the last has {key!r} as {kind}, its steps {found[key]}.")
+            self._check_free_memory({k: (torch.Size([envs, *f]), dtype) for k, (f, dtype) in schema.items()}, self.size)
+        for key, spec in describe(bootstrap_step or {}, 1).items():
+            if schema.get(key, spec) != spec:
+                raise ValueError(
+                    f"The bootstrap step in the state has {key!r} as {spec}, but the steps have {schema[key]}."
+                )
 
     def apply_state(self, values: Mapping[str, Any]) -> None:
         """Load a rollout and its bootstrap step."""
-        steps, envs, data, tail = (values[name] for name in ("num_steps", "num_envs", "data", "tail"))
+        steps, envs, data, bootstrap_step = (values[name] for name in ("num_steps", "num_envs", "data", "tail"))
         if data is not None and self.data is None:
             row = map_leaves(lambda value: value.new_empty((envs, *value.shape[2:])), data)
             self.allocate(to_tensordict(row, torch.Size([envs])))
@@ -333,7 +341,11 @@ class RolloutStorage(Stateful, StorageBase):
             self.set(slice(0, steps), to_tensordict(data, torch.Size([steps, envs])))
             for key, value in keyed_leaves(values["added"]):
                 self.rollout.set(key, value.to(self.device, copy=True))
-        self.tail = None if tail is None else to_tensordict(tail, torch.Size([envs])).to(self.device).clone()
+        self.bootstrap_step = (
+            None
+            if bootstrap_step is None
+            else to_tensordict(bootstrap_step, torch.Size([envs])).to(self.device).clone()
+        )
 
 
 def flatten_tree(rollout: TensorDictBase) -> Tree:

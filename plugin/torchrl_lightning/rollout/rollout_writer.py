@@ -27,9 +27,9 @@ from torchrl_lightning.environments.env_ids import changed_ids
 from torchrl_lightning.rollout.batch_sizes import view_leaves
 from torchrl_lightning.rollout.rollout_storage import RolloutLayout, RolloutStorage
 
-_HOW = (
-    " Add it: boolean, shape [..., 1], True where the episode really ended and False where it was cut by a time limit; "
-    "it is never guessed from done."
+_TERMINATED_HINT = (
+    " Add it: boolean, shape [..., 1], True if the episode reached a terminal state, False if a time limit ended it. "
+    "It is never inferred from done."
 )
 
 
@@ -75,19 +75,19 @@ class RolloutWriter(Stateful, WriterBase):
     def register_storage(self, storage: Any) -> None:
         """Set the storage to write to."""
         if not isinstance(storage, RolloutStorage):
-            raise TypeError(f"RolloutWriter fills a RolloutStorage, got {type(storage).__name__}.")
+            raise TypeError(f"The storage of a RolloutWriter must be a RolloutStorage, got {type(storage).__name__}.")
         super().register_storage(storage)
 
     @property
-    def _target(self) -> RolloutStorage:
+    def _rollout_storage(self) -> RolloutStorage:
         storage: RolloutStorage | None = self.storage
         if storage is None:
-            raise RuntimeError("The writer has no storage yet; give both to a replay buffer.")
+            raise RuntimeError("The writer has no storage. Pass the writer and a RolloutStorage to a replay buffer.")
         return storage
 
     def extend(self, data: TensorDictBase, time_dim: int | None = None) -> Tensor:
         """Append a rollout and return the written cells ``(t, n)``, in the order of ``data``."""
-        storage, time_dim = self._target, self.time_dim if time_dim is None else time_dim
+        storage, time_dim = self._rollout_storage, self.time_dim if time_dim is None else time_dim
         rollout = self.prepare(data, time_dim, storage.num_steps)
         cells = self.write(rollout)
         if data.ndim == 2 and time_axis(data, time_dim) == 1:
@@ -98,10 +98,10 @@ class RolloutWriter(Stateful, WriterBase):
     def prepare(self, data: TensorDictBase, time_dim: int | None, start: int) -> TensorDictBase:
         """Validate ``data`` for a write from step ``start`` and return it as a view ``[T, N]``; change nothing."""
         check_tensordict(data)
-        rollout, storage = time_major(data, time_dim), self._target
+        rollout, storage = time_major(data, time_dim), self._rollout_storage
         (steps, envs), size, layout = rollout.shape, storage.size, storage.layout
         if not rollout.shape.numel():
-            raise ValueError(f"The rollout is empty: it holds {steps} steps of {envs} environments.")
+            raise ValueError(f"A rollout must not be empty, got {steps} steps of {envs} environments.")
         if start + steps > size:
             stored = f" after {start} stored ones; call empty() first" if start else ""
             raise ValueError(f"A rollout of {steps} steps does not fit into size={size}{stored}.")
@@ -111,18 +111,19 @@ class RolloutWriter(Stateful, WriterBase):
         mask = rollout.get(VALID, None)
         if mask is not None and not bool(mask.all()):
             raise ValueError(
-                f"{VALID!r} marks {int((~mask).sum())} padded steps; a rollout has none. Let the collector deliver "
-                "unsplit batches (split_trajs=False)."
+                f"A rollout must not have padded steps, but {VALID!r} marks {int((~mask).sum())}. Set "
+                "split_trajs=False in the collector."
             )
         schema = describe(rollout, 2)
         if layout.schema and schema != layout.schema:
-            raise ValueError(f"The rollout differs from what is stored: {schema_difference(layout.schema, schema)}.")
+            raise ValueError(f"The rollout differs from the stored steps: {schema_difference(layout.schema, schema)}.")
         for key in (layout if layout.schema else RolloutLayout(schema)).finite:
             value = rollout.get(key)
             if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-                bad = int((~torch.isfinite(value)).sum())
+                num_bad = int((~torch.isfinite(value)).sum())
                 raise ValueError(
-                    f"{key!r} holds {bad} values that are NaN or infinite, of {value.numel()}; nothing was written."
+                    f"{key!r} must be finite, but {num_bad} of {value.numel()} values are NaN or infinite. Nothing was "
+                    "written."
                 )
         return rollout
 
@@ -131,32 +132,32 @@ class RolloutWriter(Stateful, WriterBase):
 
         With ``copy=False`` the storage takes ownership of the memory if possible.
         """
-        storage = self._target
+        storage = self._rollout_storage
         start, steps = storage.num_steps, rollout.shape[0]
-        rollout = self._with_cuts(rollout, storage, start)
+        rollout = self._mark_cuts(rollout, storage, start)
         if copy or not storage.take_ownership(rollout):
             storage.set(slice(start, start + steps), rollout)
         storage.store_bootstrap_step(rollout, -1, self.recurrent_keys)
         self.write_count += steps
-        cells = self._cells(storage, start, steps)
+        cells = self._cell_coordinates(storage, start, steps)
         self.notify(cells)
         return cells
 
-    def _with_cuts(self, rollout: TensorDictBase, storage: RolloutStorage, start: int) -> TensorDictBase:
+    def _mark_cuts(self, rollout: TensorDictBase, storage: RolloutStorage, start: int) -> TensorDictBase:
         """Return a rollout ``[T, N]`` with ``is_init`` also set at changes of the trajectory ids."""
         entries = entries_of(rollout)
-        is_init, collector, last = entries.get(IS_INIT), entries.get(COLLECTOR), None
+        is_init, collector, last_ids = entries.get(IS_INIT), entries.get(COLLECTOR), None
         ids = None if collector is None else entries_of(collector).get(TRAJ_IDS[-1])
         if is_init is None or ids is None:
             return rollout
         if start and storage.data is not None:
-            last = storage.data.get(TRAJ_IDS)[start - 1].reshape(rollout.shape[1], -1)[:, 0]
-        changes = changed_ids(ids.reshape(*rollout.shape, -1)[..., 0], 0, last)
-        marks = changes.view(*changes.shape, *[1] * (is_init.ndim - 2))
-        if not (marks & (is_init == 0)).any():
+            last_ids = storage.data.get(TRAJ_IDS)[start - 1].reshape(rollout.shape[1], -1)[:, 0]
+        cuts = changed_ids(ids.reshape(*rollout.shape, -1)[..., 0], 0, last_ids)
+        mask = cuts.view(*cuts.shape, *[1] * (is_init.ndim - 2))
+        if not (mask & (is_init == 0)).any():
             return rollout
         marked = rollout.copy()
-        marked.set(IS_INIT, is_init.masked_fill(marks, 1))
+        marked.set(IS_INIT, is_init.masked_fill(mask, 1))
         return marked
 
     def add(self, data: TensorDictBase) -> int:
@@ -164,10 +165,10 @@ class RolloutWriter(Stateful, WriterBase):
         check_tensordict(data)
         if data.ndim != 1:
             raise ValueError(
-                f"add takes one step of all environments, batch size [N]; got {list(data.shape)}. "
+                f"The data of add must have the batch size [N], one step of all environments, got {list(data.shape)}. "
                 "Use extend for a rollout."
             )
-        row = self._target.num_steps
+        row = self._rollout_storage.num_steps
         step = view_leaves(data, methodcaller("unsqueeze", 0), torch.Size([1, *data.shape]))
         self.write(self.prepare(step, 0, row))
         return row
@@ -175,7 +176,7 @@ class RolloutWriter(Stateful, WriterBase):
     def overwrite(self, row: int, data: TensorDictBase) -> None:
         """Replace a stored row with one step of all environments, ``[N]``."""
         self.prepare(data.unsqueeze(0), 0, 0)
-        self._target.set(row, data)
+        self._rollout_storage.set(row, data)
         self.write_count += 1
 
     def complete(self, step: TensorDictBase) -> TensorDictBase:
@@ -184,39 +185,43 @@ class RolloutWriter(Stateful, WriterBase):
         Raises:
             KeyError: the previous step does not determine a missing entry.
         """
-        step, storage = step.copy(), self._target
-        tail, schema = storage.tail, storage.schema
-        if tail is not None and tail.shape == step.shape:
-            present = set(step.keys(include_nested=True))
-            absent = {key: value for key, value in keyed_leaves(tail) if key in schema and key not in present}
-            self._check_new_episodes(tail.get("is_init"), absent)
-            for key, value in absent.items():
+        step, storage = step.copy(), self._rollout_storage
+        bootstrap_step, schema = storage.bootstrap_step, storage.schema
+        if bootstrap_step is not None and bootstrap_step.shape == step.shape:
+            needed = schema.keys() - set(step.keys(include_nested=True))
+            missing = {key: value for key, value in keyed_leaves(bootstrap_step) if key in needed}
+            self._check_new_episodes(bootstrap_step.get("is_init"), missing)
+            for key, value in missing.items():
                 step.set(key, value)
         elif step.get("next", None) is not None:
-            self._check_first(step)
+            self._complete_first(step)
         if step.get("is_init", None) is None and (not schema or "is_init" in schema):
             step.set("is_init", torch.ones(*step.shape, 1, dtype=torch.bool, device=step.device))
         return step
 
-    def _check_new_episodes(self, ended: Tensor, absent: Collection[NestedKey]) -> None:
-        names = [key for key in absent if key != "is_init" and not any(under(key, k) for k in self.recurrent_keys)]
-        if names and bool(ended.any()):
-            rows = ended.flatten(1).any(-1).nonzero().flatten().tolist()
+    def _check_new_episodes(self, done: Tensor, missing: Collection[NestedKey]) -> None:
+        names = [
+            key for key in missing if key != "is_init" and not any(under(key, state) for state in self.recurrent_keys)
+        ]
+        if names and bool(done.any()):
+            rows = done.flatten(1).any(-1).nonzero().flatten().tolist()
             raise KeyError(
-                f"The step has no {names}, and in environments {rows} the step before ended an episode: what was "
-                "stored last is the old episode's. Pass what the new episode begins with."
+                f"The step must have {names}: the previous step ended an episode in the environments {rows}, so the "
+                "stored entries belong to the old episode. Pass the first entries of the new episode."
             )
 
-    def _check_first(self, step: TensorDictBase) -> None:
-        following = step.get("next")
+    def _complete_first(self, step: TensorDictBase) -> None:
+        next_step = step.get("next")
         names = list(dict.fromkeys(path_of(key)[0] for key in RolloutLayout(describe(step, 1)).carried_keys))
         for name in names:
             if name in self.recurrent_keys and step.get(name, None) is None:
-                step.set(name, following.get(name).clone().zero_())
+                step.set(name, next_step.get(name).clone().zero_())
         if names and not any(step.get(name, None) is not None for name in names if name not in self.recurrent_keys):
-            raise KeyError(f"The first step has none of {names}, and nothing was stored before it to carry them over.")
+            raise KeyError(
+                f"The first step must have one of {names}: without an earlier step, they cannot be carried over."
+            )
 
-    def _cells(self, storage: RolloutStorage, start: int, steps: int) -> Tensor:
+    def _cell_coordinates(self, storage: RolloutStorage, start: int, steps: int) -> Tensor:
         envs = storage.num_envs or 0
         flat = torch.arange(start * envs, (start + steps) * envs, device=storage.device)
         return torch.stack((flat // envs, flat % envs), -1)
@@ -224,12 +229,14 @@ class RolloutWriter(Stateful, WriterBase):
 
 def check_flags(data: TensorDictBase) -> None:
     """Check that the reward and boolean ``done`` and ``terminated`` flags exist."""
-    following = data.get("next", None)
-    if following is None:
-        raise KeyError('The rollout has no "next" entry; TorchRL layout holds the outcome of a step under "next".')
-    for key, how in (("terminated", _HOW), ("reward", ""), ("done", "")):
-        if following.get(key, None) is None:
-            raise KeyError(f'("next", "{key}") is missing (there are {sorted(following.keys())}).{how}')
+    next_data = data.get("next", None)
+    if next_data is None:
+        raise KeyError(
+            'The rollout must have the entry "next" with reward, flags and observation after each step, as in TorchRL.'
+        )
+    for key, hint in (("terminated", _TERMINATED_HINT), ("reward", ""), ("done", "")):
+        if next_data.get(key, None) is None:
+            raise KeyError(f'("next", "{key}") is missing, got {sorted(next_data.keys())}.{hint}')
     for flag in (DONE, TERMINATED):
         if data.get(flag).dtype is not torch.bool:
             raise TypeError(f"{flag} must be boolean, got {data.get(flag).dtype}; convert it with .bool().")
@@ -239,12 +246,12 @@ def time_axis(data: TensorDictBase, time_dim: int | None) -> int:
     """Return the time dimension: ``time_dim``, else the dimension named ``"time"``; never guess it."""
     if time_dim is not None:
         if not -data.ndim <= time_dim < data.ndim:
-            raise ValueError(f"time_dim={time_dim} does not exist in batch size {list(data.shape)}.")
+            raise ValueError(f"time_dim must be a dimension of the batch size {list(data.shape)}, got {time_dim}.")
         return time_dim % data.ndim
     if "time" in data.names:
         return int(data.names.index("time"))
     raise ValueError(
-        f"Cannot tell which dimension of batch size {list(data.shape)} is time (names {data.names}). "
+        f"The time dimension of the batch size {list(data.shape)} is unknown, got the names {data.names}. "
         'Name it, e.g. rollout.names = [None, "time"], or pass time_dim=.'
     )
 
@@ -255,7 +262,7 @@ def time_major(data: TensorDictBase, time_dim: int | None) -> TensorDictBase:
     if data.ndim == 1:
         return data.unsqueeze(1)
     if data.ndim != 2:
-        raise ValueError(f"Expected a rollout [N, T] or [T, N], got batch size {list(data.shape)}.")
+        raise ValueError(f"The batch size of a rollout must be [N, T] or [T, N], got {list(data.shape)}.")
     if axis == 0:
         return data
     return view_leaves(data, methodcaller("transpose", 0, 1), data.shape[::-1], data.names[::-1])

@@ -28,19 +28,19 @@ def value_keys(data: TensorDictBase, critic: TensorDictModuleBase | None, root: 
     return keys or keys_below(data, root)
 
 
-def boundaries(rollout: TensorDictBase) -> Tensor:
+def trace_ends(rollout: TensorDictBase) -> Tensor:
     """Return the trace ends: steps that are done, or followed by a step of another episode."""
     done = rollout.get(DONE)
-    start, changes = rollout.get(IS_INIT, None), id_changes(rollout, 0)
-    has_starts = start is not None and start.shape == done.shape
+    is_init, changes = rollout.get(IS_INIT, None), id_changes(rollout, 0)
+    has_starts = is_init is not None and is_init.shape == done.shape
     if not has_starts and changes is None:
         return done
-    cut: Tensor = done.clone()
+    ends: Tensor = done.clone()
     if has_starts:
-        cut[:-1] |= start[1:]
+        ends[:-1] |= is_init[1:]
     if changes is not None:
-        cut[:-1] |= changes[1:].view(*changes[1:].shape, *[1] * (done.ndim - rollout.ndim))
-    return cut
+        ends[:-1] |= changes[1:].view(*changes[1:].shape, *[1] * (done.ndim - rollout.ndim))
+    return ends
 
 
 @torch.no_grad()
@@ -71,65 +71,68 @@ def fill_values(
         KeyError: the critic does not write ``root``, or reads an entry that a successor state lacks.
         ValueError: the critic returned NaN or infinite values.
     """
-    stale: list[NestedKey] = []
-    wanted: dict[NestedKey, bool] = {}  # keys with missing successor values -> episodic
+    missing: list[NestedKey] = []
+    missing_next: dict[NestedKey, bool] = {}  # keys with missing successor values -> episodic
     for root, episodic in roots.items():
-        found = value_keys(rollout, critic, root)
-        if not found and critic is None:
+        keys = value_keys(rollout, critic, root)
+        if not keys and critic is None:
             raise RuntimeError(
-                f"Values {root!r} are needed, the rollout has none and there is no critic: assign one "
-                "(critic=... or buffer.critic = ...), or let the policy write them."
+                f"The values {root!r} are missing, and critic is None. Pass critic=..., assign buffer.critic, or use a "
+                "policy that writes the values."
             )
-        if not found:
-            raise KeyError(f"The critic writes {list(critic.out_keys)}, not {root!r}.")  # type: ignore[union-attr]
-        for key in found:
+        if not keys:
+            raise KeyError(f"The critic must write {root!r}, got out_keys={list(critic.out_keys)}.")  # type: ignore[union-attr]
+        for key in keys:
             if key not in known:
-                stale.append(key)
+                missing.append(key)
             if next_key(key) not in known:
-                wanted[key] = episodic
-    cut = _cut_rows(rollout, wanted)
+                missing_next[key] = episodic
+    bootstrap_mask = _bootstrap_mask(rollout, missing_next)
     successors = None
-    if stale:
-        critic = require(critic, "critic", f"to compute {stale}")
+    if missing:
+        critic = require_module(critic, "critic", f"to compute {missing}")
         if unroll and is_recurrent(critic.in_keys, recurrent_keys):
-            out, successors = run_on_sequences(critic, rollout, cut, recurrent_keys)
+            out, successors = run_on_sequences(critic, rollout, bootstrap_mask, recurrent_keys)
         else:
-            out = run(critic, flat_entries(rollout, critic.in_keys)).unflatten(0, rollout.batch_size)
-        for key in stale:
-            rollout.set(key, _checked(out.get(key), key))
-    if successors is None and bool(cut.any()):
-        critic = require(critic, "critic", "for the successors of truncated and last steps")
-        rows = cut.flatten().nonzero().squeeze(-1)
+            out = run_module(critic, flat_entries(rollout, critic.in_keys)).unflatten(0, rollout.batch_size)
+        for key in missing:
+            rollout.set(key, _check_finite(out.get(key), key))
+    if successors is None and bool(bootstrap_mask.any()):
+        critic = require_module(critic, "critic", "for the successors of truncated and last steps")
+        rows = bootstrap_mask.flatten().nonzero().squeeze(-1)
         successors = run_on_successors(critic, rollout, rows)
-    _fill_next(rollout, wanted, cut, successors)
+    _fill_next(rollout, missing_next, bootstrap_mask, successors)
 
 
-def _cut_rows(rollout: TensorDictBase, wanted: Mapping[NestedKey, bool]) -> Tensor:
+def _bootstrap_mask(rollout: TensorDictBase, missing_next: Mapping[NestedKey, bool]) -> Tensor:
     """Mark the steps ``[T, N]`` that need a successor value without a stored next step: cut and last steps."""
     steps, envs = rollout.shape
-    cut = torch.zeros(steps, envs, dtype=torch.bool, device=rollout.get(TERMINATED).device)
-    if True in wanted.values():
-        cut |= boundaries(rollout).reshape(steps, envs, -1)[..., 0]
-        cut[-1] = True
-        cut &= ~rollout.get(TERMINATED).reshape(steps, envs, -1)[..., 0]
-    if False in wanted.values():
-        cut[-1] = True
-    return cut
+    mask = torch.zeros(steps, envs, dtype=torch.bool, device=rollout.get(TERMINATED).device)
+    if True in missing_next.values():
+        mask |= trace_ends(rollout).reshape(steps, envs, -1)[..., 0]
+        mask[-1] = True
+        mask &= ~rollout.get(TERMINATED).reshape(steps, envs, -1)[..., 0]
+    if False in missing_next.values():
+        mask[-1] = True
+    return mask
 
 
 def _fill_next(
-    rollout: TensorDictBase, wanted: Mapping[NestedKey, bool], cut: Tensor, successors: TensorDictBase | None
+    rollout: TensorDictBase,
+    missing_next: Mapping[NestedKey, bool],
+    bootstrap_mask: Tensor,
+    successors: TensorDictBase | None,
 ) -> None:
-    rows, (steps, envs) = cut.flatten().nonzero().squeeze(-1), rollout.shape
+    rows, (steps, envs) = bootstrap_mask.flatten().nonzero().squeeze(-1), rollout.shape
     terminated = rollout.get(TERMINATED)
-    for key, episodic in wanted.items():
+    for key, episodic in missing_next.items():
         value = rollout.get(key)
-        following = torch.cat((value[1:], torch.zeros_like(value[-1:])))
+        next_value = torch.cat((value[1:], torch.zeros_like(value[-1:])))
         if successors is not None:
-            estimate = _checked(successors.get(key), next_key(key))
-            pick = rows if episodic else rows[rows >= (steps - 1) * envs]
-            following.flatten(0, 1)[pick] = (estimate if episodic else estimate[-envs:]).to(following)
-        rollout.set(next_key(key), following.masked_fill(terminated, 0) if episodic else following)
+            estimate = _check_finite(successors.get(key), next_key(key))
+            targets = rows if episodic else rows[rows >= (steps - 1) * envs]
+            next_value.flatten(0, 1)[targets] = (estimate if episodic else estimate[-envs:]).to(next_value)
+        rollout.set(next_key(key), next_value.masked_fill(terminated, 0) if episodic else next_value)
 
 
 def is_recurrent(keys: Collection[NestedKey], recurrent_keys: Collection[NestedKey]) -> bool:
@@ -149,7 +152,7 @@ def flat_entries(data: TensorDictBase, keys: Collection[NestedKey], rows: Tensor
 
 
 def run_on_sequences(
-    module: TensorDictModuleBase, rollout: TensorDictBase, cut: Tensor, recurrent_keys: Collection[NestedKey]
+    module: TensorDictModuleBase, rollout: TensorDictBase, bootstrap_mask: Tensor, recurrent_keys: Collection[NestedKey]
 ) -> tuple[TensorDictBase, TensorDictBase]:
     """Run a recurrent module over each environment from its first state, including successors of ``cut`` steps.
 
@@ -160,15 +163,17 @@ def run_on_sequences(
         The results of the steps ``[T, N]``, and the results of the successors in the order of the flat rows of ``cut``.
     """
     steps, envs = rollout.shape
-    time = torch.arange(steps, device=cut.device).unsqueeze(1)
-    position = time + cut.cumsum(0) - cut.long()
-    source = torch.zeros(int((position + cut).max()) + 1, envs, dtype=torch.long, device=cut.device)
-    source.scatter_(0, position, time.expand(steps, envs))
-    row, env = cut.nonzero(as_tuple=True)
-    behind = position[row, env] + 1
-    source[behind, env] = row + steps
-    column = torch.arange(envs, device=cut.device).expand_as(source)
-    laid_out = TensorDict({}, source.shape)
+    time = torch.arange(steps, device=bootstrap_mask.device).unsqueeze(1)
+    step_position = time + bootstrap_mask.cumsum(0) - bootstrap_mask.long()
+    source_index = torch.zeros(
+        int((step_position + bootstrap_mask).max()) + 1, envs, dtype=torch.long, device=bootstrap_mask.device
+    )
+    source_index.scatter_(0, step_position, time.expand(steps, envs))
+    row, env = bootstrap_mask.nonzero(as_tuple=True)
+    successor_position = step_position[row, env] + 1
+    source_index[successor_position, env] = row + steps
+    column = torch.arange(envs, device=bootstrap_mask.device).expand_as(source_index)
+    padded = TensorDict({}, source_index.shape)
     for key in dict.fromkeys((*module.in_keys, "is_init")):
         value = rollout.get(key, None)
         if value is None:
@@ -179,15 +184,15 @@ def run_on_sequences(
             following = value  # sequences() reads only the first step's state
         else:
             following = _successor_entry(rollout, key)
-        laid_out.set(key, torch.cat((value, following))[source, column])
-    out = run(module, sequences(laid_out, recurrent_keys=recurrent_keys), recurrent=True).transpose(0, 1)
-    return out[position, column[:steps]], out[behind, env]
+        padded.set(key, torch.cat((value, following))[source_index, column])
+    out = run_module(module, sequences(padded, recurrent_keys=recurrent_keys), recurrent=True).transpose(0, 1)
+    return out[step_position, column[:steps]], out[successor_position, env]
 
 
 def _successor_entry(rollout: TensorDictBase, key: NestedKey) -> Any:
     value = rollout.get("next").get(key, None)
     if value is None:
-        raise KeyError(f'The critic reads {key!r}, but the rollout has no ("next", {key!r}) to bootstrap from.')
+        raise KeyError(f'The rollout must have ("next", {key!r}) for bootstrapping, because the critic reads {key!r}.')
     return value
 
 
@@ -199,18 +204,18 @@ def run_on_successors(module: TensorDictModuleBase, rollout: TensorDictBase, row
     source = flat_entries(rollout.get("next"), module.in_keys, rows)
     if "is_init" in module.in_keys:
         source.set("is_init", torch.zeros(len(rows), 1, dtype=torch.bool, device=rows.device))
-    return run(module, source)
+    return run_module(module, source)
 
 
-def run(
+def run_module(
     module: Any, source: TensorDictBase, recurrent: bool = False, call: Callable[[TensorDictBase], Any] | None = None
 ) -> Any:
     """Run a module on its device in evaluation mode without gradients; return the result on the input's device."""
-    home, there = device_in(source), device_of(module)
-    moved = source if there is None or home == there else source.to(there)
+    data_device, module_device = device_in(source), device_of(module)
+    inputs = source if module_device is None or data_device == module_device else source.to(module_device)
     with torch.no_grad(), EvaluationMode(module), set_recurrent_mode(recurrent):
-        out = (call or module)(moved)
-    return out if out is None or there is None or home == there else out.to(home)
+        out = (call or module)(inputs)
+    return out if out is None or module_device is None or data_device == module_device else out.to(data_device)
 
 
 def current_log_prob(
@@ -223,7 +228,7 @@ def current_log_prob(
     get_dist = PolicyApi.of(actor).get_dist
     if get_dist is None:
         raise TypeError(
-            f"The actor must offer get_dist(td) as TorchRL's ProbabilisticActor does, got {type(actor).__name__}."
+            f"actor must have a method get_dist(td), like TorchRL's ProbabilisticActor, got {type(actor).__name__}."
         )
     recurrent = is_recurrent(actor.in_keys, recurrent_keys)
     keys = [*actor.in_keys, action_key]
@@ -231,18 +236,18 @@ def current_log_prob(
         source = sequences(rollout.select(*keys, "is_init", strict=False), recurrent_keys=recurrent_keys)
     else:
         source = flat_entries(rollout, keys)
-    log_prob: Tensor = run(actor, source, recurrent, lambda data: get_dist(data).log_prob(data.get(action_key)))
+    log_prob: Tensor = run_module(actor, source, recurrent, lambda data: get_dist(data).log_prob(data.get(action_key)))
     return log_prob.transpose(0, 1) if recurrent else log_prob.unflatten(0, rollout.batch_size)
 
 
-def require(module: Any, name: str, purpose: str) -> Any:
+def require_module(module: Any, name: str, purpose: str) -> Any:
     """Return the module; raise RuntimeError if it is None."""
     if module is None:
-        raise RuntimeError(f"The {name} is needed {purpose}, but there is none: pass {name}=... or assign .{name}.")
+        raise RuntimeError(f"{name} is None, but is needed {purpose}. Pass {name}=... or assign .{name}.")
     return module
 
 
-def _checked(value: Tensor, key: NestedKey) -> Tensor:
+def _check_finite(value: Tensor, key: NestedKey) -> Tensor:
     if not bool(torch.isfinite(value).all()):
-        raise ValueError(f"The critic returned NaN or infinite values for {key!r}.")
+        raise ValueError(f"The values of the critic must be finite, got NaN or infinity in {key!r}.")
     return value

@@ -14,7 +14,7 @@ from torchrl_lightning._core.protocols import EnvsApi
 from torchrl_lightning._core.settings import Switch, computed, setting
 from torchrl_lightning._core.tree import Key
 from torchrl_lightning._core.validators import Check, integer, optional
-from torchrl_lightning.rollout.estimates import Estimator, MonteCarlo, Steps, Stream
+from torchrl_lightning.rollout.estimates import Estimator, MonteCarlo, RewardKeys, Steps
 from torchrl_lightning.rollout.hooks import RolloutHooks
 from torchrl_lightning.rollout.rollout_buffer import RolloutBuffer
 
@@ -86,18 +86,18 @@ class VanillaOnPolicyBuffer(RolloutBuffer):
     value_target_key: Key = TARGET
     frame_stack: Annotated[int, optional(integer)] = setting(default=None)
     _estimator: Estimator = computed()
-    stream: Stream = computed()
+    stream: RewardKeys = computed()
     hooks: RolloutHooks = computed()
 
     def __post_init__(self) -> None:  # type: ignore[override]  # init variables go to the base's constructor
         super().__post_init__()
         self.hooks = RolloutHooks()
-        self.stream = Stream(
+        self.stream = RewardKeys(
             value=self.value_key, advantage=self.advantage_key, target=self.value_target_key, bootstrap=self.bootstrap
         )
         envs = EnvsApi.of(self.envs)
         stacks = (self.frame_stack, (envs.env_kwargs or {}).get("frame_stack"), envs.frame_stack, 1)
-        self.frame_stack = integer(next(each for each in stacks if each is not None), "frame_stack")
+        self.frame_stack = integer(next(value for value in stacks if value is not None), "frame_stack")
 
     @property
     def _parameters(self) -> Mapping[str, Check]:
@@ -132,17 +132,21 @@ class VanillaOnPolicyBuffer(RolloutBuffer):
             truncated: truncated flags, in the layout of ``dones``.
         """
         if isinstance(values, Mapping):
-            outs = cast("Mapping[str, Tensor]", returns or {})
+            targets = cast("Mapping[str, Tensor]", returns or {})
             return {
-                k: cast(Tensor, self.compute_returns(rewards, outs.get(k), v, dones, gamma, truncated))
-                for k, v in values.items()
+                name: cast(
+                    Tensor, self.compute_returns(rewards, targets.get(name), critic_values, dones, gamma, truncated)
+                )
+                for name, critic_values in values.items()
             }
         steps = values.shape[0] - 1
         if rewards.shape[0] not in (steps, steps + 1) or steps < 1:
             raise ValueError(f"values has {steps + 1} rows, so rewards needs {steps} rows, got {rewards.shape[0]}.")
         rewards = rewards[:steps].to(values.dtype)
-        flags = [f if f.shape[0] == steps else f[1:] for f in (dones, dones if truncated is None else truncated)]
-        terminated, cut = (f.bool().expand_as(rewards) for f in flags)
+        flags = [
+            flag if flag.shape[0] == steps else flag[1:] for flag in (dones, dones if truncated is None else truncated)
+        ]
+        terminated, cut = (flag.bool().expand_as(rewards) for flag in flags)
         result = self.estimator.returns(Steps(rewards, values[:-1], values[1:], terminated, terminated | cut), gamma)
         if isinstance(returns, Tensor):
             returns[:steps].copy_(result)
@@ -160,7 +164,10 @@ class VanillaOnPolicyBuffer(RolloutBuffer):
         """
         if isinstance(values, Mapping):
             targets = cast("Mapping[str, Tensor]", returns)
-            return {k: cast(Tensor, self.compute_advantages(targets[k], v)) for k, v in values.items()}
+            return {
+                name: cast(Tensor, self.compute_advantages(targets[name], critic_values))
+                for name, critic_values in values.items()
+            }
         returns = cast(Tensor, returns)
         steps = values.shape[0] - 1 if returns.shape[0] == values.shape[0] else returns.shape[0]
         advantage = returns[:steps] - values[:steps]

@@ -18,7 +18,7 @@ from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
 
 
 def _threshold(value: float, name: str) -> float:
-    return positive(value, name, "float('inf') clips nothing")
+    return positive(value, name, "use float('inf') to disable clipping")
 
 
 Threshold = Annotated[float, _threshold]
