@@ -34,7 +34,7 @@ def test_mutant_names_existing_tests(mutant: Mutant) -> None:
     ("changes", "message"),
     [
         ({}, ""),
-        ({"text": "no such text"}, "text must occur once in .*losses.py, got 0 times: 'no such text'"),
+        ({"text": "no such text"}, "text must occur once in .*loss_functions.py, got 0 times: 'no such text'"),
         ({"text": "return"}, "text must occur once in .*, got .* times: 'return'"),
         ({"file": Path("plugin/none.py")}, "plugin/none.py must be a file"),
         ({"tests": ("tests/none.py",)}, "must be test files or tests in them, got tests/none.py"),
@@ -42,8 +42,10 @@ def test_mutant_names_existing_tests(mutant: Mutant) -> None:
     ],
 )
 def test_mutant_that_cannot_be_tried_is_named(changes: dict[str, Any], message: str) -> None:
-    file = Path("plugin/torchrl_lightning/agents/losses.py")
-    mutant = Mutant(file, "torch.maximum(far, DISTANCES", "torch.minimum(far, DISTANCES", ("tests/test_mutants.py",))
+    file = Path("plugin/torchrl_lightning/agents/loss_functions.py")
+    mutant = Mutant(
+        file, "torch.maximum(unclipped, DISTANCES", "torch.minimum(far, DISTANCES", ("tests/test_mutants.py",)
+    )
     error = replace(mutant, **changes).error(ROOT)
     assert bool(error) == bool(message)
     assert re.search(message, error)

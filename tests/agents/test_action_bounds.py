@@ -76,7 +76,7 @@ def test_squashed_actions_need_bounds_that_float32_computes_with(build: Build, s
         build(specs_of(spec))
 
 
-@pytest.mark.parametrize("spec", [each for name, each in WIDE.items() if name != "both above 0"])
+@pytest.mark.parametrize("spec", [value for name, value in WIDE.items() if name != "both above 0"])
 def test_normal_takes_huge_bounds_as_none(spec: Bounded) -> None:
     torch.manual_seed(0)
     actor = build_actor(specs_of(spec))
@@ -86,7 +86,7 @@ def test_normal_takes_huge_bounds_as_none(spec: Bounded) -> None:
     actor.get_dist(step).log_prob(step["action"]).sum().backward()
     assert step["action"].isfinite().all()
     assert step["action_log_prob"].isfinite().all()
-    assert all(each.grad is not None and bool(each.grad.isfinite().all()) for each in actor.parameters())
+    assert all(value.grad is not None and bool(value.grad.isfinite().all()) for value in actor.parameters())
 
 
 def test_bounds_that_both_count_as_none_are_no_range() -> None:

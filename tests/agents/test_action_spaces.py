@@ -123,7 +123,7 @@ AGENTS = {
 
 
 @pytest.mark.parametrize(("name", "agent"), AGENTS)
-def test_every_way_of_acting_stays_in_the_space(name: str, agent: str, tmp_path: Path) -> None:
+def test_actions_of_each_policy_stay_in_the_space(name: str, agent: str, tmp_path: Path) -> None:
     space = SPACES[name]
     module, specs = built(space, AGENTS[name, agent])
     policy = module.policy
@@ -137,8 +137,8 @@ def test_every_way_of_acting_stays_in_the_space(name: str, agent: str, tmp_path:
         observation = Strict.observation_space.sample()
         check(space, loaded.act(observation))
         for rows in (1, 5, 3):
-            seen = np.stack([Strict.observation_space.sample() for _ in range(rows)])
-            for form in (seen, torch.from_numpy(seen), {"observation": seen}):
+            observations = np.stack([Strict.observation_space.sample() for _ in range(rows)])
+            for form in (observations, torch.from_numpy(observations), {"observation": observations}):
                 actions = loaded.act(form, starts=True)
                 assert actions.shape == (rows, *(space.shape or ()))
                 assert actions.dtype == space.dtype
@@ -151,14 +151,14 @@ def test_every_way_of_acting_stays_in_the_space(name: str, agent: str, tmp_path:
     described = export_policy(LoadedPolicy(policy, specs), tmp_path / "policy.pt2")
     assert described["outputs"]["action"] == {"shape": ["N", *(space.shape or ())], "dtype": str(space.dtype)}
     program: Any = torch.export.load(tmp_path / "policy.pt2").module()
-    given = program(*(torch.zeros(4, *entry["shape"][1:]) for entry in described["inputs"].values()))
-    actions = (given[0] if agent == "recurrent" else given).numpy()
+    outputs = program(*(torch.zeros(4, *entry["shape"][1:]) for entry in described["inputs"].values()))
+    actions = (outputs[0] if agent == "recurrent" else outputs).numpy()
     for i in range(4):
         check(space, actions[i, ...] if isinstance(space, spaces.Box) else actions[i])
 
 
 @pytest.mark.parametrize("name", [*SPACES, *OTHERS])
-def test_random_actions_and_those_of_a_policy_of_ones_own_stay_in_the_space(name: str) -> None:
+def test_actions_of_random_and_user_policies_stay_in_the_space(name: str) -> None:
     space = {**SPACES, **OTHERS}[name]
     specs = environment_specs(make_vector_env(make(space), 1))
     spec = specs.action
@@ -183,7 +183,7 @@ def test_random_actions_and_those_of_a_policy_of_ones_own_stay_in_the_space(name
 
 @pytest.mark.parametrize("name", ["scalar", "scalar of float64", "Discrete int8 from -2", "float16"])
 @pytest.mark.parametrize("way", ["async", "workers"])
-def test_in_other_processes_too(way: str, name: str) -> None:
+def test_actions_in_other_processes_stay_in_the_space(way: str, name: str) -> None:
     space = SPACES[name]
     module, _ = built(space, PPOModule)
     kind: Any = GymnasiumCollector if way == "async" else partial(AsynchronousCollector, num_workers=1)
@@ -196,7 +196,7 @@ def test_in_other_processes_too(way: str, name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # TorchRL warns about classes of its own
 @pytest.mark.parametrize("name", ["float16", "float64 of 0.1", "one side", "far from 0"])
-def test_in_environments_of_torchrls_too(name: str) -> None:
+def test_actions_in_torchrl_environments_stay_in_the_space(name: str) -> None:
     space = SPACES[name]
     module, _ = built(space, PPOModule)
 
@@ -267,24 +267,22 @@ def test_onnx_gives_actions_of_the_space(name: str, tmp_path: Path) -> None:
         check(space, actions[i, ...] if isinstance(space, spaces.Box) else actions[i])
 
 
-def test_only_recurrent_states_fix_the_number_of_environments() -> None:
+def test_recurrent_states_fix_the_number_of_environments() -> None:
     _, specs = built(BOXES["scalar"], PPOModule)
     rows = {count: np.zeros((count, 3), np.float32) for count in (1, 5, 3)}
     free = LoadedPolicy(built(BOXES["scalar"], PPOModule)[0].policy, specs)
-    for count, seen in rows.items():
-        assert free.act(seen).shape == (count,)
-        assert free.act(seen[0]).shape == ()
-    kept = LoadedPolicy(built(BOXES["scalar"], PPOModule, network=RecurrentNetwork("gru", 4))[0].policy, specs)
-    first = kept.act(rows[5])
-    state = dict(kept.state)
-    with pytest.raises(
-        ValueError, match=r"recurrent states are of 5 environments, but the observation is of 3\. Say st"
-    ):
-        kept.act(rows[3])
-    assert kept.act(rows[3], starts=True).tolist() == first[:3].tolist()
-    with pytest.raises(ValueError, match="recurrent states are of 5 environments, but the observation is of 1"):
-        kept.act(rows[1], state=state)
-    assert kept.act(rows[5], state=state).shape == (5,)
+    for count, observations in rows.items():
+        assert free.act(observations).shape == (count,)
+        assert free.act(observations[0]).shape == ()
+    recurrent = LoadedPolicy(built(BOXES["scalar"], PPOModule, network=RecurrentNetwork("gru", 4))[0].policy, specs)
+    first = recurrent.act(rows[5])
+    state = dict(recurrent.state)
+    with pytest.raises(ValueError, match=r"of 5 environments.*got 3\..*starts=True"):
+        recurrent.act(rows[3])
+    assert recurrent.act(rows[3], starts=True).tolist() == first[:3].tolist()
+    with pytest.raises(ValueError, match=r"of 5 environments.*got 1\."):
+        recurrent.act(rows[1], state=state)
+    assert recurrent.act(rows[5], state=state).shape == (5,)
 
 
 def test_recipe_of_the_checkpoint_plays_what_the_policy_gives() -> None:

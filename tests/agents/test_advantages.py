@@ -76,34 +76,34 @@ def test_advantages_are_standardised_once(case: str) -> None:
     assert all(is_standard(batch) for batch in batches)
 
 
-def test_false_leaves_advantages_as_they_are() -> None:
+def test_advantages_stay_unchanged_with_false() -> None:
     batches = learned_from(partial(GAEBuffer, standardize_advantages=False), normalize_advantage=False)
     assert not is_standard(torch.cat(batches))
     assert not any(is_standard(batch) for batch in batches)
 
 
-def test_false_over_a_standardising_buffer_is_refused_with_the_mend() -> None:
-    with pytest.raises(ValueError, match=r"normalize_advantage=False.*GAEBuffer.*standardize_advantages=False"):
+def test_normalize_advantage_false_with_a_standardising_buffer_raises() -> None:
+    with pytest.raises(ValueError, match=r"normalize_advantage.*GAEBuffer.*standardize_advantages=False"):
         learned_from(GAEBuffer, normalize_advantage=False)
 
 
-def test_true_over_a_standardising_buffer_does_so_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_normalize_advantage_true_with_a_standardising_buffer_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "torchrl_lightning"):
         batches = learned_from(GAEBuffer, normalize_advantage=True)
     assert all(is_standard(batch) for batch in batches)
-    (said,) = [record.message for record in caplog.records if "normalize_advantage" in record.message]
-    assert "standardize_advantages" in said
+    (warning,) = [record.message for record in caplog.records if "normalize_advantage" in record.message]
+    assert "standardize_advantages" in warning
 
 
 @pytest.mark.parametrize("learner", [A2CModule, VTraceModule])
-def test_others_take_what_the_buffer_has_standardised(learner: type[ActorCriticModule]) -> None:
+def test_advantages_of_other_modules_are_standardised_by_the_buffer(learner: type[ActorCriticModule]) -> None:
     data = OnPolicyDataModule("CartPole-v1", num_envs=4, frames_per_batch=64, num_mini_batch=2, num_epochs=1, seed=1)
     trainer(max_epochs=1, limit_val_batches=0).fit(learner(MLPNetwork([8])), datamodule=data)
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, True), (True, True), (False, False)])
-def test_over_data_that_says_nothing_mini_batches_are_standardised(given: bool | None, expected: bool) -> None:
-    module = Seen(MLPNetwork([8]), normalize_advantage=given)
+@pytest.mark.parametrize(("normalize", "expected"), [(None, True), (True, True), (False, False)])
+def test_mini_batches_of_unknown_data_are_standardised(normalize: bool | None, expected: bool) -> None:
+    module = Seen(MLPNetwork([8]), normalize_advantage=normalize)
     module.advantages = []
     trainer(max_epochs=1, limit_val_batches=0).fit(module, datamodule=FakeData())
     assert [is_standard(advantage) for advantage in module.advantages] == [expected] * 3

@@ -51,7 +51,7 @@ def test_state_dict_holds_each_tensor_once(case: str, network: Any) -> None:
 
 
 @pytest.mark.parametrize("case", SPECS)
-def test_module_is_built_once_and_not_used_before(case: str) -> None:
+def test_module_raises_before_it_is_built_once(case: str) -> None:
     module = learner(case)
     policy = module.policy
     assert module.build(SPECS[case]).policy is policy
@@ -64,12 +64,15 @@ def test_critics_may_have_an_optimizer_of_their_own(case: str, critics: str, cou
     still, moving = (partial(torch.optim.SGD, lr=rate) for rate in (0.0, 0.1))
     more = {"alpha_optimizer": still} if case == "sac" else {}
     module, run = learner(case, optimizer=still, critic_optimizer=moving, max_grad_norm=0.5, **more), trainer()
-    learnt = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    own, before = set(getattr(module, critics).parameters()), [parameter.clone() for parameter in learnt]
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    critic_parameters, before = (
+        set(getattr(module, critics).parameters()),
+        [parameter.clone() for parameter in parameters],
+    )
     run.fit(module, datamodule=data_of(case))
     assert len(run.optimizers) == count
-    moved = {parameter for parameter, old in zip(learnt, before, strict=True) if not torch.equal(parameter, old)}
-    assert moved == own
+    moved = {parameter for parameter, old in zip(parameters, before, strict=True) if not torch.equal(parameter, old)}
+    assert moved == critic_parameters
     assert "train/critic_grad_norm" in module.epoch_metrics
 
 
@@ -82,7 +85,7 @@ def test_gradients_are_clipped() -> None:
 
 
 @pytest.mark.parametrize("case", ["ppo", "sac"])
-def test_precision_may_be_mixed_but_not_another(case: str) -> None:
+def test_precision_other_than_mixed_is_refused(case: str) -> None:
     run = trainer(precision="bf16-mixed")
     run.fit(learner(case), datamodule=data_of(case))
     assert run.global_step == 6
@@ -102,7 +105,7 @@ def computed_from(case: str, module: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", ["a2c", "ppo", "reinforce", *OFF_POLICY])
-def test_compiled_loss_gives_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_loss_equals_the_loss(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced by dynamo, those on policy in one piece; not compiled: that would take a minute."""
     options = {"backend": "eager", "fullgraph": case in ON_POLICY}
     monkeypatch.setattr(base, "compiled", lambda function: torch.compile(function, **options))

@@ -62,7 +62,7 @@ def test_network_that_the_weights_do_not_explain_is_refused_cheaply(
     check_cheap(lambda: load_policy(path))
 
 
-def test_to_play_a_policy_no_optimizer_is_built(stored: dict[str, Any], tmp_path: Path) -> None:
+def test_loaded_policy_builds_no_optimizer(stored: dict[str, Any], tmp_path: Path) -> None:
     optimizer = {"_target_": "torch.optim.Adam", "_partial_": True, "params": LINEAR}
     path = save(stored, tmp_path / "a.ckpt", optimizer=optimizer, critic_optimizer=optimizer)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -72,7 +72,7 @@ def test_to_play_a_policy_no_optimizer_is_built(stored: dict[str, Any], tmp_path
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), own.parameters(), strict=True))
 
 
-def test_to_play_a_policy_no_buffer_is_built() -> None:
+def test_loaded_policy_builds_no_buffer() -> None:
     sampler = {"_target_": "torchrl_lightning.PrioritizedSampler", "max_capacity": 10**8}
     buffer = {"_target_": "torchrl_lightning.ExperienceBuffer", "_partial_": True, "sampler": sampler}
     data = {"_target_": "torchrl_lightning.ReplayDataModule", "env": "CartPole-v1", "buffer": buffer, "source": buffer}
@@ -123,7 +123,7 @@ def test_counts_of_a_file_have_upper_bounds(node: dict[str, Any], name: str) -> 
     check_config(node, where="a", trusted=True)
 
 
-def test_large_numbers_that_are_no_counts_are_legal() -> None:
+def test_large_numbers_other_than_counts_are_accepted() -> None:
     recipe = {
         "_target_": hostile.RECIPE,
         "id": "X-v0",
@@ -133,11 +133,11 @@ def test_large_numbers_that_are_no_counts_are_legal() -> None:
     check_config({**hostile.DATA, "env": recipe, "total_frames": 10**12, "seed": 1 << 62}, where="a")
 
 
-def test_stack_of_a_billion_is_not_made(stored: dict[str, Any], tmp_path: Path) -> None:
-    found = copy.deepcopy(stored)
+def test_stack_of_a_billion_frames_is_not_allocated(stored: dict[str, Any], tmp_path: Path) -> None:
+    stored_copy = copy.deepcopy(stored)
     wrapper = {"_target_": "gymnasium.wrappers.FrameStackObservation", "stack_size": 10**9}
-    found["OnPolicyDataModule"]["fingerprint"]["environment"] = {"id": "CartPole-v1", "wrappers": [wrapper]}
-    torch.save(found, tmp_path / "evil.ckpt")
+    stored_copy["OnPolicyDataModule"]["fingerprint"]["environment"] = {"id": "CartPole-v1", "wrappers": [wrapper]}
+    torch.save(stored_copy, tmp_path / "evil.ckpt")
     check_cheap(load_policy(tmp_path / "evil.ckpt").recipe, "stack_size=1000000000 is more than")
 
 
@@ -151,9 +151,9 @@ def test_modules_of_the_size_of_their_weights_are_built_as_without() -> None:
 
     expected = make()
     with bounded_tensors(expected.state_dict()):
-        found = make()
+        stored_copy = make()
     for name, value in expected.state_dict().items():
-        assert torch.equal(found.state_dict()[name], value)
+        assert torch.equal(stored_copy.state_dict()[name], value)
     check_weights(make, {"state_dict": expected.state_dict()})
 
 
@@ -177,7 +177,7 @@ def test_modules_of_the_size_of_their_weights_are_built_as_without() -> None:
         lambda: [nn.Linear(1, 1) for _ in range(10**7)],
     ],
 )
-def test_more_than_the_weights_explain_is_not_allocated(make: Callable[[], Any]) -> None:
+def test_memory_beyond_the_size_of_the_weights_is_not_allocated(make: Callable[[], Any]) -> None:
     def build() -> None:
         with bounded_tensors({"weight": torch.zeros(10)}):
             make()

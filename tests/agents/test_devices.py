@@ -49,7 +49,7 @@ from torchrl_lightning.agents import (
     build_actor,
     build_critic,
 )
-from torchrl_lightning.agents.recurrent import refreshed_states
+from torchrl_lightning.agents.recurrent import recompute_states
 from torchrl_lightning.rollout.values import RECURRENT_KEYS
 
 HERE, THERE = torch.device("cpu"), torch.device("meta")
@@ -73,7 +73,7 @@ class There(Tensor):
 
     @staticmethod
     def __new__(cls, elem: Tensor) -> There:
-        made = Tensor._make_wrapper_subclass(
+        wrapped = Tensor._make_wrapper_subclass(
             cls,
             elem.size(),
             strides=elem.stride(),
@@ -81,8 +81,8 @@ class There(Tensor):
             dtype=elem.dtype,
             device=THERE,
         )
-        made.elem = elem.detach()
-        return made
+        wrapped.elem = elem.detach()
+        return wrapped
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -150,7 +150,7 @@ def there(request: pytest.FixtureRequest) -> Iterator[tuple[torch.device, Move]]
         yield THERE, move_there
 
 
-def test_novelty_of_a_rollout_that_lies_elsewhere(there: tuple[torch.device, Move]) -> None:
+def test_intrinsic_reward_of_a_rollout_on_another_device(there: tuple[torch.device, Move]) -> None:
     rnd = RandomNetworkDistillation(MLPNetwork([8])).build(SPECS)
     far = there[1](copy.deepcopy(rnd))
     for _ in range(2):
@@ -168,7 +168,7 @@ def test_novelty_of_a_rollout_that_lies_elsewhere(there: tuple[torch.device, Mov
 @pytest.mark.parametrize(
     "network", [MLPNetwork([8], shared=True), RecurrentNetwork("gru", 4), RecurrentNetwork("lstm", 4)]
 )
-def test_values_and_log_probabilities_of_a_rollout_that_lies_elsewhere(
+def test_values_and_log_probabilities_of_a_rollout_on_another_device(
     cls: Any, network: Network, there: tuple[torch.device, Move]
 ) -> None:
     torch.manual_seed(0)
@@ -194,7 +194,7 @@ def test_values_and_log_probabilities_of_a_rollout_that_lies_elsewhere(
 
 @pytest.mark.parametrize("propagation", ["step", "trajectory"])
 @pytest.mark.parametrize("planner", [CrossEntropyPlanner, RandomShootingPlanner])
-def test_planner_that_lies_elsewhere_acts(planner: Any, propagation: str, there: tuple[torch.device, Move]) -> None:
+def test_planner_on_another_device_acts(planner: Any, propagation: str, there: tuple[torch.device, Move]) -> None:
     specs = specs_of(Bounded(-2.0, 2.0, (1,)), observation=Unbounded(3))
     module = DynamicsEnsemble([8], planner=partial(planner, horizon=2, candidates=20), propagation=propagation)
     there[1](module.build(specs, num_members=3))
@@ -205,7 +205,7 @@ def test_planner_that_lies_elsewhere_acts(planner: Any, propagation: str, there:
     assert rollout["action"].abs().max() > 0.0
 
 
-def test_world_model_that_lies_elsewhere_is_fitted_to_stored_rows_and_imagines(
+def test_world_model_on_another_device_fits_stored_rows_and_generates(
     there: tuple[torch.device, Move], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if there[0] == THERE:  # which has no fused steps
@@ -220,7 +220,7 @@ def test_world_model_that_lies_elsewhere_is_fitted_to_stored_rows_and_imagines(
     assert module.imagine(rows, 2).to("cpu")["next", "reward"].isfinite().all()
 
 
-def test_policy_that_lies_elsewhere_acts(there: tuple[torch.device, Move]) -> None:
+def test_policy_on_another_device_acts(there: tuple[torch.device, Move]) -> None:
     policy = there[1](build_actor(TWO_CHOICES, RecurrentNetwork("gru", 4)))
     collector = GymnasiumCollector("CartPole-v1", policy, num_envs=2, frames_per_batch=8, seed=0)
     rollout = collector.rollout()
@@ -231,7 +231,7 @@ def test_policy_that_lies_elsewhere_acts(there: tuple[torch.device, Move]) -> No
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_rewritten_batches_and_priorities_come_back(cell: str, there: tuple[torch.device, Move]) -> None:
+def test_rewritten_batches_and_priorities_reach_the_buffer(cell: str, there: tuple[torch.device, Move]) -> None:
     torch.manual_seed(0)
     module = learner("dqn", RecurrentNetwork(cell, 6))
     memory = RecurrentNetwork(cell, 6).trunk(["observation"], [Unbounded(4)])
@@ -244,7 +244,7 @@ def test_rewritten_batches_and_priorities_come_back(cell: str, there: tuple[torc
     far = batch.unsqueeze(0).to(there[0])
     there[1](memory)
     part = read(module, far, 0.99)
-    states, _ = refreshed_states(part, memory)
+    states, _ = recompute_states(part, memory)
     for key, state in zip(memory.state_keys, states, strict=True):
         far.set(key, state)
     far["td_error"] = part.reward.abs() + 1.0
@@ -267,7 +267,7 @@ def test_acting_policy_follows_its_module(case: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_runs_on_an_accelerator(precision: Any, tmp_path: Any) -> None:
-    own = partial(torch.optim.Adam, lr=1e-3)
+    optimizer = partial(torch.optim.Adam, lr=1e-3)
     on_policy = OnPolicyDataModule("CartPole-v1", num_envs=2, frames_per_batch=32, num_epochs=1, num_mini_batch=2)
     replay = ReplayDataModule(
         "CartPole-v1",
@@ -282,8 +282,10 @@ def test_runs_on_an_accelerator(precision: Any, tmp_path: Any) -> None:
         updates_per_epoch=4,
     )
     modules = (
-        PPOModule(intrinsic=RandomNetworkDistillation(), optimizer=own, critic_optimizer=own, max_grad_norm=0.5),
-        DQNModule(RecurrentNetwork(hidden_size=8), optimizer=own, max_grad_norm=0.5, refresh_states=True),
+        PPOModule(
+            intrinsic=RandomNetworkDistillation(), optimizer=optimizer, critic_optimizer=optimizer, max_grad_norm=0.5
+        ),
+        DQNModule(RecurrentNetwork(hidden_size=8), optimizer=optimizer, max_grad_norm=0.5, refresh_states=True),
     )
     for module, data in zip(modules, (on_policy, replay), strict=True):
         settings: dict[str, Any] = {"accelerator": "gpu", "devices": 1, "precision": precision, "max_epochs": 2}

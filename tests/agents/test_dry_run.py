@@ -115,17 +115,17 @@ def no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("case", AGENTS)
 def test_faulty_network_is_named_in_one_line_before_the_first_step(case, kind):
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as raised:
         trainer(max_epochs=1).fit(AGENTS[case](EncodedBy(kind=kind)), datamodule=data_for(case))
-    said = str(told.value)
-    assert re.search(FAULTS[kind], said), said
-    assert "\n" not in said
-    assert "EncodedBy" in said
-    assert f"observation [{3 if case in ('sac', 'td3') else 4}] float32" in said
+    message = str(raised.value)
+    assert re.search(FAULTS[kind], message), message
+    assert "\n" not in message
+    assert "EncodedBy" in message
+    assert f"observation [{3 if case in ('sac', 'td3') else 4}] float32" in message
 
 
 @pytest.mark.usefixtures("no_steps")
-def test_network_that_was_built_beforehand_is_tried_too():
+def test_dry_run_covers_networks_that_are_already_built():
     module = DQNModule(EncodedBy(kind=ExtraDimension)).build(TWO_CHOICES)
     with pytest.raises(NetworkFault, match=r"got \[2, 1, 6\]"):
         trainer(max_epochs=1).fit(module, datamodule=data_for("dqn"))
@@ -143,7 +143,7 @@ def test_values_of_rollouts_need_further_batch_dimensions():
 
 @pytest.mark.parametrize("network", [EncodedBy(), Plain(), Inherited(), EncodedBy(head_sizes=[5])], ids=lambda n: "")
 @pytest.mark.parametrize("case", AGENTS)
-def test_network_of_an_encoder_alone_trains(case, network):
+def test_network_with_only_an_encoder_trains(case, network):
     module = AGENTS[case](network)
     trainer(max_epochs=1).fit(module, datamodule=data_for(case))
     encoders = [part for part in module.modules() if isinstance(part, Encoder)]
@@ -164,7 +164,7 @@ def test_critic_joins_the_action_behind_the_encoder():
     assert not torch.allclose(gaps, moved)
 
 
-def test_critics_side_by_side_compute_as_each_does_also_over_our_own_encoder():
+def test_critic_ensemble_equals_its_critics():
     class Behind(MLPNetwork):
         def encoder(self, specs: Any) -> nn.Module:
             return MLPEncoder(specs, [8], "tanh")
@@ -217,7 +217,7 @@ class OverridesActions(MLPNetwork):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_only_a_network_that_says_so_reads_actions_in_its_first_layer(network, early):
+def test_encoder_reads_actions_only_with_encodes_action(network, early):
     assert encodes_actions(network) is early
 
 
@@ -276,7 +276,7 @@ def test_sound_agent_passes_and_keeps_weights_and_generators(case):
     make, specs = SOUND[case]
     module = make().build(specs)
     L.seed_everything(5, verbose=False)
-    before, kept = copy.deepcopy(module.state_dict()), module.training
+    before, training = copy.deepcopy(module.state_dict()), module.training
     generators = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     dry_run(module, specs)
     assert random.getstate() == generators[0]
@@ -284,7 +284,7 @@ def test_sound_agent_passes_and_keeps_weights_and_generators(case):
         assert np.array_equal(now, then)
     assert torch.equal(torch.get_rng_state(), generators[2])
     assert all(parameter.grad is None for parameter in module.parameters())
-    assert module.training is kept
+    assert module.training is training
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, before[name]), name
 
@@ -299,7 +299,7 @@ def loss_agents() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_networks_of_torchrls_losses_are_tried_too(number):
+def test_dry_run_covers_networks_of_torchrl_losses(number):
     make, specs = list(loss_agents())[number]
     dry_run(make(network=MLPNetwork([8])).build(specs), specs)
     dry_run(make(network=EncodedBy()).build(specs), specs)
@@ -308,7 +308,7 @@ def test_networks_of_torchrls_losses_are_tried_too(number):
 
 
 def test_large_network_runs_forward_without_a_copy_of_its_weights(monkeypatch):
-    monkeypatch.setattr("torchrl_lightning.agents.dry_run.LARGEST_COPY", 10)
+    monkeypatch.setattr("torchrl_lightning.agents.dry_run.MAX_COPIED_BYTES", 10)
     module = PPOModule(EncodedBy()).build(TWO_CHOICES)
     before = copy.deepcopy(module.state_dict())
     dry_run(module, TWO_CHOICES)
@@ -317,7 +317,7 @@ def test_large_network_runs_forward_without_a_copy_of_its_weights(monkeypatch):
         dry_run(PPOModule(EncodedBy(kind=ExtraDimension)).build(TWO_CHOICES), TWO_CHOICES)
 
 
-def test_network_that_draws_and_counts_is_left_as_it_is():
+def test_dry_run_changes_no_random_state_or_buffers():
     class Noisy(Encoder):
         def __init__(self, inputs: int) -> None:
             super().__init__(inputs)
@@ -336,7 +336,7 @@ def test_network_that_draws_and_counts_is_left_as_it_is():
     assert encoder.drawn == []
 
 
-def test_nothing_is_compiled_for_it():
+def test_dry_run_compiles_nothing():
     compiled: list[Any] = []
 
     def compiler(graph: Any, inputs: Any) -> Any:
@@ -356,7 +356,7 @@ def test_nothing_is_compiled_for_it():
     assert compiled
 
 
-def test_loss_over_networks_of_a_user_is_not_tried():
+def test_dry_run_skips_a_loss_over_user_networks():
     class Unbuilt(LossModuleAgent):
         def network_outputs(self, step: Any) -> Any:
             raise AssertionError
@@ -366,7 +366,7 @@ def test_loss_over_networks_of_a_user_is_not_tried():
     assert not agent.passed_dry_run
 
 
-def test_module_of_a_users_own_networks_is_not_tried():
+def test_dry_run_skips_a_module_with_user_networks():
     class Other(SACModule):
         def build_networks(self, specs: Any, network: Any) -> Any:
             policy = super().build_networks(specs, network)
@@ -382,7 +382,7 @@ def test_module_of_a_users_own_networks_is_not_tried():
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_features_of_an_autocast_are_those_of_the_run(precision):
+def test_features_under_autocast_have_the_dtype_of_the_run(precision):
     module = PPOModule(EncodedBy())
     trainer(max_epochs=1, precision=precision).fit(module, datamodule=data_of("ppo"))
     assert module.global_step > 0
@@ -418,7 +418,7 @@ class Vectors(Network):
         return MLPEncoder(specs, self.sizes, "relu")
 
 
-def test_fault_names_every_entry():
+def test_network_fault_names_each_observation_entry():
     class Failing(Vectors):
         def encoder(self, specs: Any) -> nn.Module:
             return Encoder(99)

@@ -26,7 +26,7 @@ from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingS
 
 
 @pytest.mark.parametrize("make", [redq, iql])
-def test_every_parameter_learns_targets_follow_and_priorities_are_written(make: Any) -> None:
+def test_parameters_learn_targets_update_and_priorities_are_written(make: Any) -> None:
     module, source = loss_agent(make).build(BOX), FakeReplay(specs=BOX)
     before = {name: value.clone() for name, value in module.named_parameters()}
     targets = {name: value.clone() for name, value in module.named_buffers() if "target_qvalue" in name}
@@ -39,7 +39,7 @@ def test_every_parameter_learns_targets_follow_and_priorities_are_written(make: 
     assert {"train/loss_actor", "train/loss_qvalue", "train/learning_rate"} <= module.epoch_metrics.keys()
 
 
-def test_it_updates_as_a_loop_of_ones_own_does() -> None:
+def test_updates_equal_a_manual_loop() -> None:
     module, source = loss_agent(redq).build(BOX), FakeReplay(specs=BOX)
     loss = copy.deepcopy(module.loss)
     updater = SoftUpdate(loss, tau=0.1)
@@ -70,7 +70,7 @@ def test_policy_holds_the_parameters_that_are_trained() -> None:
     assert module.critic is None
 
 
-def test_policy_of_ones_own_explores_and_is_saved() -> None:
+def test_user_policy_explores_and_is_saved() -> None:
     def explore(actor: nn.Module) -> nn.Module:
         return TensorDictSequential(actor, EGreedyModule(Categorical(3), eps_init=1.0, eps_end=0.1))
 
@@ -85,12 +85,12 @@ def test_policy_of_ones_own_explores_and_is_saved() -> None:
 
 @pytest.mark.parametrize("updates_per_step", [1, 2])
 def test_prioritized_replay_gets_the_losses_errors(updates_per_step: int) -> None:
-    made: list[ExperienceBuffer] = []
+    buffers: list[ExperienceBuffer] = []
 
     def buffer(num_envs: int) -> ExperienceBuffer:
         sampler = PrioritizedSampler(64, alpha=1.0, beta=0.0)
-        made.append(ExperienceBuffer(storage=RingStorage(64), sampler=sampler, num_envs=num_envs))
-        return made[0]
+        buffers.append(ExperienceBuffer(storage=RingStorage(64), sampler=sampler, num_envs=num_envs))
+        return buffers[0]
 
     source = ReplayDataModule(
         "Pendulum-v1",
@@ -104,8 +104,8 @@ def test_prioritized_replay_gets_the_losses_errors(updates_per_step: int) -> Non
     )
     module = loss_agent(redq)
     trainer(max_epochs=1, limit_val_batches=0).fit(module, datamodule=source)
-    tree = made[0].sampler.table.tree
-    assert len(tree[torch.arange(len(made[0]))].unique()) > 3
+    tree = buffers[0].sampler.table.tree
+    assert len(tree[torch.arange(len(buffers[0]))].unique()) > 3
 
 
 def test_ready_on_policy_loss_learns_from_rollouts() -> None:
@@ -119,6 +119,6 @@ def test_ready_on_policy_loss_learns_from_rollouts() -> None:
     assert "train/loss_critic" in module.epoch_metrics
 
 
-def test_what_is_missing_is_said() -> None:
+def test_missing_loss_or_network_raises() -> None:
     with pytest.raises(RuntimeError, match="build"):
         _ = loss_agent(redq).policy

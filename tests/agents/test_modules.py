@@ -43,7 +43,7 @@ def test_schedules_follow_the_frames() -> None:
     assert clips == pytest.approx([0.2] * 4)
 
 
-def test_target_kl_leaves_out_the_rest_of_the_epoch_only() -> None:
+def test_target_kl_skips_only_the_rest_of_the_epoch() -> None:
     run = trainer(max_epochs=3)
     run.fit(learner("ppo", target_kl=1e-9, learning_rate=0.5), datamodule=FakeData(5))
     # Each epoch's first batch is fresh (no divergence yet); the step that follows moves far.
@@ -111,7 +111,7 @@ def replay_half(batch: TensorDict) -> None:
     batch["action_log_prob"][mask[:, 0]] = 0.0
 
 
-def test_replayed_steps_do_not_say_how_far_the_policy_moved() -> None:
+def test_replayed_steps_do_not_count_in_the_divergence() -> None:
     module, run = learner("ppo", target_kl=0.01, learning_rate=1e-9), trainer()
     run.fit(module, datamodule=FakeData(5, edit=replay_half))
     assert run.global_step == 10
@@ -131,18 +131,18 @@ def test_divergences_are_means_over_the_steps_of_the_agent(case: str, names: lis
     for name in ("advantage", "value_target"):
         batch[name] = torch.randn(*batch_size, 1)
     mask = torch.rand(*batch_size, 1) < 0.5
-    own = module.losses(batch[~mask[..., 0]])
+    expected = module.losses(batch[~mask[..., 0]])
     batch["action_log_prob"][mask[..., 0]] = -math.inf
     batch["demo"] = TensorDict({"mask": mask}, batch_size)
-    found = module.losses(batch)
+    terms = module.losses(batch)
     batch["demo", "mask"] = torch.ones_like(mask)
     none = module.losses(batch)
     for name in names:
-        assert found[name] == pytest.approx(float(own[name]), abs=1e-6)
+        assert terms[name] == pytest.approx(float(expected[name]), abs=1e-6)
         assert none[name] == 0.0
 
 
-def test_intrinsic_stream_trains_the_predictor_and_not_the_target() -> None:
+def test_intrinsic_reward_trains_only_the_predictor() -> None:
     intrinsic = RandomNetworkDistillation(MLPNetwork([8]), embedding_size=4, update_fraction=0.5)
     module = learner("ppo", intrinsic=intrinsic)
     target, predictor = module.intrinsic.target, module.intrinsic.predictor
@@ -159,7 +159,7 @@ def test_data_without_specs_are_refused() -> None:
         trainer().fit(PPOModule(), train_dataloaders=[0], val_dataloaders=[0])
 
 
-def test_metric_sums() -> None:
+def test_metric_sums_return_means_and_explained_variance() -> None:
     sums = MetricSums()
     value, target = torch.randn(50, 1), torch.randn(50, 1)
     sums.add_prediction(value[:20], target[:20])

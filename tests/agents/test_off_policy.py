@@ -30,12 +30,12 @@ def weights(module: OffPolicyModule) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("tau", "interval"), [(0.25, 1), (1.0, 2)])
-def test_target_networks_follow_by_share_or_by_copy(tau: float, interval: int) -> None:
+def test_target_networks_update_softly_or_by_copy(tau: float, interval: int) -> None:
     module = learner("dqn", tau=tau, target_interval=interval, optimizer=partial(torch.optim.SGD, lr=0.1))
     data = data_of("dqn", note=weights)
     trainer(max_epochs=1).fit(module, datamodule=data)
-    seen = [*data.noted, weights(module)]
-    for update, ((_, old), (online, target)) in enumerate(pairwise(seen), 1):
+    states = [*data.noted, weights(module)]
+    for update, ((_, old), (online, target)) in enumerate(pairwise(states), 1):
         expected = old + tau * (online - old) if update % interval == 0 else old
         torch.testing.assert_close(target, expected)
 
@@ -46,7 +46,7 @@ def test_epsilon_follows_the_frames() -> None:
     assert data.noted == pytest.approx([1.0, 0.775, 0.55, 0.325, 0.1, 0.1])
 
 
-def test_epsilon_is_the_share_of_random_actions() -> None:
+def test_epsilon_is_the_fraction_of_random_actions() -> None:
     module = learner("dqn")
     td = TensorDict({"observation": torch.randn(1, 4).expand(3000, 4)}, [3000])
     module.policy.amount.fill_(0.6)
@@ -112,7 +112,7 @@ def test_noise_is_in_units_of_the_range_and_within_bounds() -> None:
     assert BOX.action.expand(4000, 2).is_in(module.policy(td)["action"])
 
 
-def test_one_hot_actions() -> None:
+def test_policies_support_one_hot_actions() -> None:
     module = DQNModule(MLPNetwork([8])).build(ONE_HOT)
     action = module.policy(TensorDict({"observation": torch.randn(7, 4)}, [7]))["action"]
     assert ONE_HOT.action.expand(7, 3).is_in(action)
@@ -144,7 +144,7 @@ def test_several_updates_a_step_equal_several_steps() -> None:
 
 
 @pytest.mark.parametrize(("target", "sign"), [(100.0, 1), (-100.0, -1)])
-def test_alpha_rises_where_entropy_is_too_low(target: float, sign: int) -> None:
+def test_alpha_rises_if_entropy_is_too_low(target: float, sign: int) -> None:
     module = learner("sac", target_entropy=target, learning_rate=0.01)
     trainer(max_epochs=1).fit(module, datamodule=data_of("sac"))
     assert float(module.log_alpha.detach()) * sign > 0

@@ -16,7 +16,7 @@ from kit.runs import parameters, trainer
 from torchrl_lightning import OnPolicyDataModule
 from torchrl_lightning.agents import MLPNetwork, PPOModule
 from torchrl_lightning.agents.analytic import FusedAdam
-from torchrl_lightning.agents.optimizer_states import check_optimizer_states, copied_optimizer
+from torchrl_lightning.agents.optimizer_states import check_optimizer_states, copy_optimizer
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "our Adam": FusedAdam,
@@ -41,13 +41,13 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
 SHAPES = ((4, 3), (4,), (2, 4, 3), ())
 
 
-def made(name: str, seed: int = 0) -> optim.Optimizer:
+def make_optimizer(name: str, seed: int = 0) -> optim.Optimizer:
     generator = torch.Generator().manual_seed(seed)
     return OPTIMIZERS[name]([nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES])
 
 
 def stepped(name: str, steps: int = 3, *, idle: bool = False) -> optim.Optimizer:
-    optimizer = made(name)
+    optimizer = make_optimizer(name)
     for step in range(steps):
 
         def closure(step: int = step) -> float:
@@ -65,7 +65,7 @@ def state_of(name: str) -> dict[str, Any]:
 
 
 def check(name: str, state: Any) -> None:
-    check_optimizer_states([made(name, seed=1)], [state])
+    check_optimizer_states([make_optimizer(name, seed=1)], [state])
 
 
 def moments(state: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
@@ -86,15 +86,15 @@ def test_own_states_are_accepted(name: str, idle: bool) -> None:
     optimizer = stepped(name, idle=idle)
     state = copy.deepcopy(optimizer.state_dict())
     check(name, state)
-    check_optimizer_states([copied_optimizer(optimizer)], [state])
-    resumed = made(name)
+    check_optimizer_states([copy_optimizer(optimizer)], [state])
+    resumed = make_optimizer(name)
     resumed.load_state_dict(state)
     check(name, resumed.state_dict())
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_fresh_and_once_stepped_states_are_accepted(name: str) -> None:
-    check(name, made(name).state_dict())
+    check(name, make_optimizer(name).state_dict())
     check(name, copy.deepcopy(stepped(name, 1).state_dict()))
 
 
@@ -103,11 +103,11 @@ def test_check_changes_neither_the_optimizer_nor_its_parameters(name: str) -> No
     optimizer = stepped(name)
     group = optimizer.param_groups[0]
     before = copy.deepcopy(([each.detach() for each in group["params"]], optimizer.state_dict()))
-    drawn = torch.get_rng_state()
-    check_optimizer_states([copied_optimizer(optimizer)], [state_of(name)])
+    rng_state = torch.get_rng_state()
+    check_optimizer_states([copy_optimizer(optimizer)], [state_of(name)])
     after = [each.detach() for each in group["params"]], optimizer.state_dict()
     assert str(after) == str(before)
-    assert torch.equal(torch.get_rng_state(), drawn)
+    assert torch.equal(torch.get_rng_state(), rng_state)
 
 
 WRONG: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -177,22 +177,22 @@ def test_moments_that_share_memory_are_refused(name: str) -> None:
 
 
 def without(state: Any, *keys: Any) -> Any:
-    found = copy.deepcopy(state)
-    node = found
+    changed = copy.deepcopy(state)
+    node = changed
     for key in keys[:-1]:
         node = node[key]
     del node[keys[-1]]
-    return found
+    return changed
 
 
 def with_(state: Any, *keys: Any) -> Any:
     *path, last, value = keys
-    found = copy.deepcopy(state)
-    node = found
+    changed = copy.deepcopy(state)
+    node = changed
     for key in path:
         node = node[key]
     node[last] = value
-    return found
+    return changed
 
 
 def broken(state: dict[str, Any]) -> dict[str, Any]:
@@ -232,7 +232,7 @@ def test_broken_states_are_refused(name: str, what: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"amsgrad": True}, {"betas": (0.9,)}, {"betas": (1.0, 2.0)}])
-def test_settings_that_the_state_does_not_suit_are_refused(settings: dict[str, Any]) -> None:
+def test_settings_that_do_not_fit_the_state_are_refused(settings: dict[str, Any]) -> None:
     for name in ("Adam", "our Adam"):
         state = state_of(name)
         state["param_groups"][0].update(settings)
@@ -258,13 +258,13 @@ def test_history_of_other_sizes_is_refused() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_another_number_of_optimizers_is_refused(count: int) -> None:
+def test_different_number_of_optimizers_is_refused(count: int) -> None:
     with pytest.raises(ValueError, match="must be 1 states"):
-        check_optimizer_states([made("Adam")], [state_of("Adam")] * count)
+        check_optimizer_states([make_optimizer("Adam")], [state_of("Adam")] * count)
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_our_adam_refuses_wrong_moments_by_itself_and_stays_as_it_was(wrong: str) -> None:
+def test_fused_adam_refuses_wrong_moments_and_stays_unchanged(wrong: str) -> None:
     optimizer = stepped("our Adam")
     before = str(optimizer.state_dict())
     state = state_of("our Adam")

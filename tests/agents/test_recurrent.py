@@ -50,7 +50,7 @@ def unroll(trunk: RecurrentTrunk, batch: TensorDict) -> tuple[torch.Tensor, torc
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("ends", ["inside", "none", "first"])
-def test_features_are_those_of_an_unroll(cell: str, layers: int, ends: str) -> None:
+def test_features_equal_an_unroll(cell: str, layers: int, ends: str) -> None:
     module, specs = make("dqn", cell, layers)
     batch = sequences(specs, module, 8, 7, ends=ends == "inside")
     if ends == "first":
@@ -70,7 +70,7 @@ def test_features_are_those_of_an_unroll(cell: str, layers: int, ends: str) -> N
 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_layout_equals_its_twin(data: st.DataObject) -> None:
+def test_layout_equals_the_reference(data: st.DataObject) -> None:
     rows, length = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
     flags = st.lists(st.lists(st.booleans(), min_size=length, max_size=length), min_size=rows, max_size=rows)
     boundary = data.draw(flags)
@@ -87,7 +87,7 @@ def test_layout_equals_its_twin(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("case", OFF_POLICY)
-def test_losses_are_those_of_flat_transitions_over_the_features(case: str) -> None:
+def test_losses_equal_flat_transitions_over_the_features(case: str) -> None:
     """Which equal TorchRL's; weights and mask count steps."""
     module, specs = make(case)
     batch = sequences(specs, module, 6, 5)
@@ -117,7 +117,7 @@ def test_losses_are_those_of_flat_transitions_over_the_features(case: str) -> No
 
 
 @pytest.mark.parametrize("case", ["sac", "td3"])
-def test_policys_loss_leaves_the_memory_alone(case: str) -> None:
+def test_policy_loss_has_no_gradient_into_the_memory(case: str) -> None:
     module, specs = make(case, target_interval=1)
     batch = sequences(specs, module, 6, 5)
     terms, _ = module.compute(read(module, batch))
@@ -127,7 +127,7 @@ def test_policys_loss_leaves_the_memory_alone(case: str) -> None:
     torch.autograd.grad(terms["loss_qvalue"], memory)  # raises where there is none
 
 
-def test_burn_in_warms_the_memory_but_does_not_count() -> None:
+def test_burn_in_changes_the_memory_but_not_the_loss() -> None:
     module, specs = make()
     batch = sequences(specs, module, 6, 8, ends=False)
     batch["mask"] = torch.ones(6, 8, dtype=torch.bool)
@@ -167,7 +167,7 @@ def test_flat_batches_are_refused() -> None:
         read(module, batch.exclude("recurrent_state"))
 
 
-def test_successors_several_steps_ahead_are_seen_where_the_window_reaches() -> None:
+def test_successors_several_steps_ahead_are_valid_within_the_window() -> None:
     """Folded by hand from longer sequences, and compared to an unroll over every step of them."""
     module, specs = make()
     rows, length, window, n = 12, 12, 7, 3
@@ -207,7 +207,7 @@ def test_successors_several_steps_ahead_are_seen_where_the_window_reaches() -> N
 
 
 @pytest.mark.parametrize(("length", "burn_in"), [(3, 0), (6, 3)])
-def test_sequences_that_hold_no_successor_are_refused(length: int, burn_in: int) -> None:
+def test_sequences_without_a_successor_are_refused(length: int, burn_in: int) -> None:
     module, specs = make()
     batch = sequences(specs, module, 4, length)
     batch["steps_to_next_obs"] = torch.full((4, length), 3)

@@ -61,9 +61,9 @@ def test_sequences_equal_the_unroll(cell: str, layers: int, resets: tuple[tuple[
         log_probs.append(actor.get_dist(td).log_prob(td["action"]))
         values.append(critic.values_of(features)[0])
         states = TensorDict(dict(zip(actor.trunk.state_keys, after, strict=True)), [4])
-    twin = gradients(torch.stack(log_probs, 1), torch.stack(values, 1))
+    expected = gradients(torch.stack(log_probs, 1), torch.stack(values, 1))
     torch.testing.assert_close(value, torch.stack(values, 1))
-    for a, b in zip(mine, twin, strict=True):
+    for a, b in zip(mine, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 

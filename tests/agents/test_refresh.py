@@ -59,7 +59,7 @@ def act(module: OffPolicyModule, batch: TensorDict) -> tuple[TensorDict, TensorD
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_states_are_those_of_acting_step_by_step(cell: str, layers: int) -> None:
+def test_refreshed_states_equal_acting_step_by_step(cell: str, layers: int) -> None:
     still = partial(torch.optim.SGD, lr=0.0)
     module, served, left = fit("dqn", cell, layers, optimizer=still, refresh_states=True)
     assert any(batch["is_init"][:, 1:].any() for batch in served)
@@ -78,7 +78,7 @@ def test_states_are_those_of_acting_step_by_step(cell: str, layers: int) -> None
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 @pytest.mark.parametrize("case", OFF_POLICY)
-def test_learning_is_the_same_bit_for_bit(case: str, cell: str) -> None:
+def test_learning_with_refreshed_states_is_bit_equal(case: str, cell: str) -> None:
     results = []
     for refresh in (False, True):
         module, served, left = fit(case, cell, learning_rate=0.01, refresh_states=refresh)
@@ -89,21 +89,21 @@ def test_learning_is_the_same_bit_for_bit(case: str, cell: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_memory_is_the_one_that_the_loss_was_computed_with() -> None:
+def test_states_are_refreshed_with_the_memory_of_the_loss() -> None:
     _, served, left = fit(learning_rate=0.1, refresh_states=True)
-    twin = learner("dqn", RecurrentNetwork("gru", 6))
-    (first, second), (then, later) = (act(twin, batch)[0]["recurrent_state"] for batch in served), left
+    reference = learner("dqn", RecurrentNetwork("gru", 6))
+    (first, second), (then, later) = (act(reference, batch)[0]["recurrent_state"] for batch in served), left
     torch.testing.assert_close(then["recurrent_state"], first)
     assert not torch.allclose(later["recurrent_state"], second)
 
 
-def test_states_after_a_step_are_only_written_where_there_are_some() -> None:
+def test_next_states_are_written_only_if_they_are_stored() -> None:
     module, _, left = fit(refresh_states=True, next_states=False)
     assert ("next", "recurrent_state") not in left[-1].keys(True)
     assert module.rewritten_keys(left[-1]) == [("recurrent_state",)]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_states_keep_their_type(precision: str) -> None:
+def test_refreshed_states_keep_their_dtype(precision: str) -> None:
     _, _, left = fit("sac", refresh_states=True, precision=precision)
     assert left[-1]["recurrent_state"].dtype == torch.float32

@@ -20,7 +20,7 @@ def rollout(observation: torch.Tensor) -> TensorDict:
     return TensorDict({"next": {"observation": observation}}, observation.shape[:2])
 
 
-def test_moments_are_those_of_all_that_was_met() -> None:
+def test_moments_cover_all_observations() -> None:
     rnd = RandomNetworkDistillation(MLPNetwork([4])).build(SPECS)
     met = [torch.randn(t, 2, 3) * 5 + 100 for t in (1, 7, 30)]
     for observation in met:
@@ -52,11 +52,11 @@ def test_flags_and_empty_entries_need_no_moments(observation: dict[str, Any]) ->
 
 
 def test_observation_without_numbers_is_refused() -> None:
-    with pytest.raises(ValueError, match="must hold numbers for random network distillation"):
+    with pytest.raises(ValueError, match="must contain numbers for random network distillation"):
         RandomNetworkDistillation(MLPNetwork([4])).build(specs_of(Unbounded(1), nothing=Unbounded((0,))))
 
 
-def test_training_makes_the_familiar_dull_and_leaves_the_novel() -> None:
+def test_training_lowers_the_reward_of_familiar_observations_only() -> None:
     torch.manual_seed(0)
     rnd = RandomNetworkDistillation(MLPNetwork([32], "relu"), embedding_size=8).build(SPECS)
     familiar, novel = rollout(torch.rand(50, 4, 3)), rollout(-2 * torch.rand(50, 4, 3))
@@ -74,7 +74,7 @@ def test_training_makes_the_familiar_dull_and_leaves_the_novel() -> None:
     assert familiar[key].mean() < 0.2 * novel[key].mean()
 
 
-def test_loss_of_a_part_of_a_batch_is_the_mean_over_that_part() -> None:
+def test_loss_of_a_fraction_of_a_batch_is_the_mean_over_it() -> None:
     losses = []
     for fraction in (1.0, 0.25, 1e-6):
         torch.manual_seed(0)
@@ -92,7 +92,7 @@ def test_discrete_entries_are_not_whitened_and_constants_do_no_harm() -> None:
     assert td["next", "intrinsic_reward"].isfinite().all()
 
 
-def test_bad_use_is_said() -> None:
+def test_missing_networks_and_entries_raise() -> None:
     with pytest.raises(RuntimeError, match="build"):
         list(RandomNetworkDistillation().predictor_parameters())
     with pytest.raises(KeyError, match="next"):
@@ -125,9 +125,9 @@ def test_rewards_do_not_depend_on_the_origin_of_the_observations(dtype: torch.dt
         rnd = RandomNetworkDistillation(MLPNetwork([8])).build(
             specs_of(Unbounded(1), observation=Unbounded(3, dtype=kind))
         )
-        seen = rollout((steps.to(torch.int64) + int(origin)).to(kind))
-        rnd.annotate(seen)
-        rewards += [seen["next", "intrinsic_reward"], rnd.loss(seen).detach()[None]]
+        batch = rollout((steps.to(torch.int64) + int(origin)).to(kind))
+        rnd.annotate(batch)
+        rewards += [batch["next", "intrinsic_reward"], rnd.loss(batch).detach()[None]]
     torch.testing.assert_close(rewards[2], rewards[0], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(rewards[3], rewards[1], atol=1e-5, rtol=1e-4)
 

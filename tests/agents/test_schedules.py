@@ -34,7 +34,7 @@ def fit(module, source, ckpt_path=None, **kwargs):
 @pytest.mark.parametrize(
     ("frames", "end"), [(4 * ROLLOUT, {}), (-1, {"max_epochs": 4}), (-1, {"max_steps": 4 * UPDATES})]
 )
-def test_schedule_falls_to_the_end_of_the_frames_or_of_the_trainer(frames, end):
+def test_schedule_decreases_until_the_end_of_the_frames_or_of_the_trainer(frames, end):
     module = Recorder(entropy_schedule="linear")
     fit(module, data(total_frames=frames), **end)
     left = [1 - epoch / 4 for epoch in range(4) for _ in range(UPDATES)]
@@ -51,7 +51,7 @@ def test_schedule_of_a_run_without_an_end_is_refused(name):
     assert source.frames == 0
 
 
-def test_what_a_module_leaves_out_of_an_epoch_stays_left_out_after_a_resume(tmp_path):
+def test_stopped_epoch_stays_stopped_after_a_resume(tmp_path):
     class Stopping(Recorder):
         stops = True
 
@@ -65,11 +65,11 @@ def test_what_a_module_leaves_out_of_an_epoch_stays_left_out_after_a_resume(tmp_
         fit(module, data(total_frames=2 * ROLLOUT, reset_at_each_batch=True), ckpt_path, **kwargs)
         return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
-    whole = run()
+    uninterrupted = run()
     save = SaveAt(tmp_path / "at.ckpt", "on_train_batch_end", 3, then="fail")
     with pytest.raises(RuntimeError, match="stopped"):
         run(callbacks=[save])
-    assert torch.equal(run(save.path, stops=False), whole)
+    assert torch.equal(run(save.path, stops=False), uninterrupted)
 
 
 @pytest.mark.parametrize("kind", [LinearSchedule, CosineSchedule])

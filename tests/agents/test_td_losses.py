@@ -75,7 +75,7 @@ def torchrls(module: Any, specs: Any) -> LossModule:
             (module.critics, loss.qvalue_network_params),
             (module.targets.critics, loss.target_qvalue_network_params),
         ):
-            for mine, stacked in zip(stacks(ours), learnt(theirs), strict=True):
+            for mine, stacked in zip(stacks(ours), trained_parameters(theirs), strict=True):
                 stacked.data.copy_(mine.data.mT if mine.shape[1] > 1 else mine.data.squeeze(1))
     loss.loss_mask_key = "mask"
     loss.make_value_estimator(ValueEstimators.TD0, gamma=module.gamma)
@@ -87,7 +87,7 @@ def stacks(critics: CriticEnsemble) -> list[torch.Tensor]:
     return [tensor for pair in zip(critics.weights, critics.biases, strict=True) for tensor in pair]
 
 
-def learnt(parameters: Any) -> list[torch.Tensor]:
+def trained_parameters(parameters: Any) -> list[torch.Tensor]:
     """Return the same of TorchRL's stacked parameters."""
     layers = sorted({key[:-1] for key in parameters.keys(True, True) if key[-1] == "weight"})
     return [parameters[(*layer, name)] for layer in layers for name in ("weight", "bias")]
@@ -98,7 +98,7 @@ def pairs(module: Any, loss: Any) -> tuple[list[torch.Tensor], list[torch.Tensor
     if isinstance(module, DQNModule):
         return list(module.q_network.parameters()), list(loss.value_network_params.parameters())
     ours = [*module.actor_network.parameters(), *stacks(module.critics)]
-    theirs = [*loss.actor_network_params.parameters(), *learnt(loss.qvalue_network_params)]
+    theirs = [*loss.actor_network_params.parameters(), *trained_parameters(loss.qvalue_network_params)]
     if isinstance(getattr(module, "log_alpha", None), torch.nn.Parameter):
         ours, theirs = [*ours, module.log_alpha], [*theirs, loss.log_alpha]
     return ours, theirs
@@ -150,7 +150,7 @@ def test_losses_and_gradients_equal_torchrls(case: str, extras: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["dqn", "sac", "td3"])
-def test_what_the_mask_hides_may_be_anything(case: str) -> None:
+def test_masked_steps_do_not_change_the_loss(case: str) -> None:
     module, specs = make(case)
     batch = with_extras(transitions(specs, 64), "mask")
     results = []
@@ -165,7 +165,7 @@ def test_what_the_mask_hides_may_be_anything(case: str) -> None:
         assert torch.equal(clean, hidden)
 
 
-def test_critics_behind_convolutions_run_one_after_the_other() -> None:
+def test_critics_with_convolutions_run_in_sequence() -> None:
     specs = specs_of(BOX.action, pixels=Unbounded((1, 12, 12)), vector=Unbounded(3))
     network = CNNNetwork(channels=[4], kernels=[4], strides=[2], hidden_sizes=[8])
     torch.manual_seed(0)
@@ -176,22 +176,22 @@ def test_critics_behind_convolutions_run_one_after_the_other() -> None:
     values = ensemble(entries, action)
     expected = torch.stack([critic(*entries, action).squeeze(-1) for critic in critics])
     torch.testing.assert_close(values, expected)
-    judged = ensemble.judge(entries, action)
-    torch.testing.assert_close(judged, expected)
-    assert torch.equal(ensemble.judge(entries, action, 1), judged[:1])
-    gradients = torch.autograd.grad(judged.sum(), [action, *ensemble.parameters()], allow_unused=True)
+    values = ensemble.judge(entries, action)
+    torch.testing.assert_close(values, expected)
+    assert torch.equal(ensemble.judge(entries, action, 1), values[:1])
+    gradients = torch.autograd.grad(values.sum(), [action, *ensemble.parameters()], allow_unused=True)
     torch.testing.assert_close(gradients[0], torch.autograd.grad(expected.sum(), action)[0])
     assert gradients[1:] == (None,) * (len(gradients) - 1)
     module = SACModule(network).build(specs)
     batch = transitions(BOX, 6).exclude("observation", ("next", "observation"))
-    for place in (batch, batch["next"]):
-        place["pixels"], place["vector"] = entries
+    for step in (batch, batch["next"]):
+        step["pixels"], step["vector"] = entries
     terms, _ = module.losses(read_transitions(batch, ["pixels", "vector"], 0.99))
     (terms["loss_qvalue"] + terms["loss_actor"]).backward()
     assert all(parameter.grad is not None for parameter in module.critics.parameters())
 
 
-def test_squashed_samples_and_probabilities_are_torchrls() -> None:
+def test_squashed_samples_and_log_probabilities_equal_torchrl() -> None:
     torch.manual_seed(0)
     head = SquashedHead(8, BOX.action)
     loc, std = 3.0 * torch.randn(100, 2, requires_grad=True), torch.rand(100, 2) + 0.1
@@ -206,7 +206,7 @@ def test_squashed_samples_and_probabilities_are_torchrls() -> None:
     assert BOX.action.is_in(action)
 
 
-def test_discount_is_the_batchs_own() -> None:
+def test_discount_of_the_batch_has_priority() -> None:
     batch = transitions(DISCRETE, 4)
     value, reward = torch.ones(4), batch["next", "reward"].squeeze(-1)
     going_on = (~batch["next", "terminated"].squeeze(-1)).float()
@@ -219,7 +219,7 @@ def test_discount_is_the_batchs_own() -> None:
     torch.testing.assert_close(target, reward + batch["gamma"] * going_on)
 
 
-def test_n_step_returns_of_torchrls_transform() -> None:
+def test_n_step_targets_support_torchrl_multi_step_transform() -> None:
     """With `done_keys=[]` the flags come from the same step as the successor."""
     rollout = transitions(DISCRETE, 1, 6)
     done = torch.tensor([False, False, True, False, False, False]).reshape(1, 6, 1)
@@ -233,7 +233,7 @@ def test_n_step_returns_of_torchrls_transform() -> None:
     torch.testing.assert_close(target[2], reward[2])
 
 
-def test_what_is_missing_is_said() -> None:
+def test_missing_entries_are_named() -> None:
     batch = transitions(DISCRETE, 4)
     with pytest.raises(KeyError, match="terminated"):
         read_transitions(batch.exclude(("next", "terminated")), ["observation"], 0.9)

@@ -47,18 +47,18 @@ def of_two_steps(batch: TensorDict) -> None:
 
 
 @pytest.mark.parametrize("name", [*CONTINUOUS, *CHOICES])
-def test_it_learns_acts_and_resumes(name: str, tmp_path: Path) -> None:
+def test_preset_learns_acts_and_resumes(name: str, tmp_path: Path) -> None:
     specs = BOX if name in CONTINUOUS else DISCRETE
     soon = ["model.target_updater.value_network_update_interval=1"] if name == "c51" else []
     torch.manual_seed(0)
     first, second = (preset(name, *soon).build(specs) for _ in range(2))
     before = state(first)
     run(first, specs, callbacks=[SaveAt(tmp_path / "at.ckpt", "on_train_epoch_end", then="go on")])
-    after, learnt = state(first), [f"loss.{key}" for key, _ in first.loss.named_parameters()]
+    after, names = state(first), [f"loss.{key}" for key, _ in first.loss.named_parameters()]
     targets = [key for key in after if ".target_" in key and key.endswith("weight")]
     assert bool(targets) == (name not in ("bc", "crossq"))
-    assert learnt
-    assert all(not torch.equal(before[key], after[key]) for key in learnt + targets)
+    assert names
+    assert all(not torch.equal(before[key], after[key]) for key in names + targets)
 
     with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
         assert specs.action.is_in(first.policy(transitions(specs, 50))["action"])
@@ -70,20 +70,20 @@ def test_it_learns_acts_and_resumes(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "specs", "mend"), [("bc", DISCRETE, "DQN .* model=.*temperature=0"), ("c51", BOX, "SAC or TD3")]
+    ("name", "specs", "remedy"), [("bc", DISCRETE, "DQN .* model=.*temperature=0"), ("c51", BOX, "SAC or TD3")]
 )
-def test_actions_of_another_kind_are_refused_in_one_line(name: str, specs: Any, mend: str) -> None:
-    with pytest.raises(TypeError, match=rf"^\w+Loss.*{mend}") as error:
+def test_unsupported_action_space_is_refused_in_one_line(name: str, specs: Any, remedy: str) -> None:
+    with pytest.raises(TypeError, match=rf"^\w+Loss.*{remedy}") as error:
         preset(name).build(specs)
     assert "\n" not in str(error.value)
-    with pytest.raises(TypeError, match="no recurrent states; take an MLPNetwork"):
+    with pytest.raises(TypeError, match=r"network.*MLPNetwork"):
         LossModuleAgent(IQLLoss, networks={}, network=RecurrentNetwork())
 
 
-def test_critics_of_cql_have_their_own_rate_and_the_actor_clones_where_it_is_asked_to() -> None:
+def test_cql_critics_have_their_own_rate_and_the_actor_clones_if_configured() -> None:
     module = preset("cql", "model.minimised=[loss_actor_bc]")
     fitted = run(module, BOX, max_epochs=1)
-    assert [each.param_groups[0]["lr"] for each in fitted.optimizers] == [1e-4, 3e-4]
+    assert [optimizer.param_groups[0]["lr"] for optimizer in fitted.optimizers] == [1e-4, 3e-4]
     assert {key for key in module.epoch_metrics if "loss" in key} == {"train/loss_actor_bc"}
     with pytest.raises(ValueError, match=r"minimised=\['loss_bc'\].*CQLLoss"):
         preset("cql", "model.minimised=[loss_bc]").build(BOX)

@@ -37,8 +37,8 @@ import torch
 
 import ray
 from torchrl_lightning import GymnasiumCollector, OnPolicyDataModule, RayCollector, VTraceBuffer, VTraceModule
-from torchrl_lightning.ray._wire import as_arrays
-from torchrl_lightning.ray.cluster import installed
+from torchrl_lightning.ray._serialization import as_arrays
+from torchrl_lightning.ray.cluster import installed_versions
 
 PROCESSES, ENVS, FRAMES = 4, 8, 256
 
@@ -51,7 +51,7 @@ class Crowd:
         self.due: dict[int, float] = {}
         self.begun: dict[int, int] = {}
 
-    async def installed(self) -> dict[str, str]:
+    async def installed_versions(self) -> dict[str, str]:
         return self.versions
 
     async def rollout(self, worker: int, version: int, weights: Any, news: Any) -> tuple[int, dict[Any, Any]]:
@@ -74,10 +74,10 @@ class ManyActors(RayCollector):
 
     crowds: Any = ()
 
-    def _built(self, worker: int) -> Any:
+    def _build_actor(self, worker: int) -> Any:
         crowd = self.crowds[worker % PROCESSES]
         rollout = SimpleNamespace(remote=partial(crowd.rollout.remote, worker))
-        return SimpleNamespace(rollout=rollout, installed=crowd.installed)
+        return SimpleNamespace(rollout=rollout, installed_versions=crowd.installed_versions)
 
     def _stop(self) -> None:
         self._actors, self._pending = [], {}
@@ -138,7 +138,7 @@ def fit(count: int, rollouts: int, *callbacks: L.Callback) -> Any:
 def measured(count: int, rate: float, seconds: float, arrays: Any, policy: Any, learns: bool) -> dict[str, float]:
     """Return what a learner gets of so many actors that send ``rate`` rollouts a second together."""
     build = ray.remote(Crowd).options(max_concurrency=-(-count // PROCESSES) + 1, num_cpus=0)
-    crowds = [build.remote(arrays, installed(), count / rate) for _ in range(PROCESSES)]
+    crowds = [build.remote(arrays, installed_versions(), count / rate) for _ in range(PROCESSES)]
     ManyActors.crowds = crowds
     number = max(int(rate * seconds), count)
     if learns:

@@ -81,8 +81,8 @@ class Writer:
             rows |= {("next", name): flags for name in ("done", "terminated", "truncated")}  # type: ignore[dict-item]
             self.writer.write(rows, ids)
             self.step += STEPS
-        kept = self.writer._writers[0]._kept
-        acknowledged = (kept[0][0] if kept else self.writer._writers[0]._number) * STEPS
+        kept = self.writer._writers[0]._unacknowledged
+        acknowledged = (kept[0][0] if kept else self.writer._writers[0]._num_sent) * STEPS
         return self.step, range(self.first, self.first + acknowledged)
 
 

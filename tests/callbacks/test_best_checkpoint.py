@@ -27,18 +27,18 @@ class Scored(L.LightningModule):
 
 
 @pytest.mark.parametrize(
-    ("scores", "kept"), [([1.0, 3.0, 2.0], 2), ([5.0, 5.0, 4.0], 2), ([5.0, 4.0, 5.0], 3), ([1.0, 2.0, 3.0], 3)]
+    ("scores", "expected"), [([1.0, 3.0, 2.0], 2), ([5.0, 5.0, 4.0], 2), ([5.0, 4.0, 5.0], 3), ([1.0, 2.0, 3.0], 3)]
 )
-def test_latest_of_the_best_is_kept(scores, kept, tmp_path):
+def test_latest_of_the_best_is_kept(scores, expected, tmp_path):
     checkpoint = BestCheckpoint(tmp_path, "best", monitor="eval/return", mode="max", enable_version_counter=False)
     run = trainer(tmp_path, max_epochs=3, callbacks=[checkpoint], limit_val_batches=1)
     run.fit(Scored(scores), train_dataloaders=[0], val_dataloaders=[0])
     stored = torch.load(checkpoint.best_model_path, weights_only=True)
-    assert stored["state_dict"]["weight"] == kept
+    assert stored["state_dict"]["weight"] == expected
     assert [path.name for path in tmp_path.iterdir()] == ["best.ckpt"]
 
 
-def test_monitor_that_is_no_name_is_refused_before_training(tmp_path):
+def test_monitor_other_than_a_string_is_refused_before_training(tmp_path):
     run = trainer(tmp_path, max_epochs=1, callbacks=[BestCheckpoint(tmp_path, monitor=3)])
     with pytest.raises(ValueError, match=r"monitor=3.*eval/return"):
         run.fit(Scored([1.0]), train_dataloaders=[0], val_dataloaders=[0])
@@ -49,7 +49,7 @@ class Telling(Scored):
 
 
 @pytest.mark.parametrize("monitor", ["eval/retrun", "evl/return"])
-def test_misspelt_monitor_is_told_before_training(monitor, tmp_path):
+def test_misspelt_monitor_is_refused_before_training(monitor, tmp_path):
     module = Telling([1.0])
     run = trainer(tmp_path, max_epochs=1, callbacks=[BestCheckpoint(tmp_path, monitor=monitor)])
     with pytest.raises(ValueError, match=rf"monitor={monitor}.*eval/return"):
@@ -57,7 +57,7 @@ def test_misspelt_monitor_is_told_before_training(monitor, tmp_path):
     assert not module.weight
 
 
-def test_metric_of_ones_own_is_monitored(tmp_path):
+def test_user_metric_is_monitored(tmp_path):
     class Own(Telling):
         def validation_step(self, batch, batch_idx):
             self.log("mine", 1.0, batch_size=1)
@@ -68,7 +68,7 @@ def test_metric_of_ones_own_is_monitored(tmp_path):
     assert best.best_model_score == 1.0
 
 
-def test_validations_without_episodes_are_passed_over(tmp_path):
+def test_validations_without_episodes_are_skipped(tmp_path):
     class Fitted(Scored):
         def validation_step(self, batch, batch_idx):
             self.log("val/error", 1.0, batch_size=1)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The number of training batches")
 
 
 @pytest.mark.parametrize("updates_per_step", [1, 4])
-def test_run_writes_what_its_buffer_holds_and_counts_what_is_drawn(tmp_path, monkeypatch, updates_per_step):
+def test_report_shows_the_buffer_and_the_sample_counts(tmp_path, monkeypatch, updates_per_step):
     monkeypatch.setattr(buffer_report, "EVERY", 2)
     page = BufferReport(str(tmp_path / "pages" / "inspect.html"))
     data = replay_data("prioritized", updates_per_step=updates_per_step)
@@ -27,7 +27,7 @@ def test_run_writes_what_its_buffer_holds_and_counts_what_is_drawn(tmp_path, mon
     assert " of 400 cells" in text
 
 
-def test_run_is_the_same_with_a_page(tmp_path):
+def test_run_is_the_same_with_a_report(tmp_path):
     weights = []
     for callbacks in ([], [BufferReport(str(tmp_path / "inspect.html"))]):
         module = dqn()
@@ -36,7 +36,7 @@ def test_run_is_the_same_with_a_page(tmp_path):
     assert torch.equal(*weights)
 
 
-def test_rollouts_have_a_page_without_draws(tmp_path):
+def test_report_of_rollouts_has_no_sample_counts(tmp_path):
     page = BufferReport(str(tmp_path / "inspect.html"))
     fit_on_policy(tmp_path, max_epochs=1, limit_val_batches=1, callbacks=[page])
     text = Path(page.path).read_text()

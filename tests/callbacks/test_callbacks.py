@@ -30,7 +30,7 @@ class Rows(DummyLogger):
 
 @pytest.mark.parametrize("data", [None, BoringDataModule()])
 @pytest.mark.parametrize("callback", [FramesProgressBar(), RolloutMetricsLogger()])
-def test_run_that_counts_no_frames_is_left_alone(callback, data, tmp_path, capsys):
+def test_run_without_frames_is_unchanged(callback, data, tmp_path, capsys):
     rows = Rows()
     run = trainer(tmp_path, callbacks=[callback], logger=rows, enable_progress_bar=True, limit_train_batches=2)
     run.fit(BoringModel(), datamodule=data)
@@ -49,7 +49,7 @@ def test_rows_are_logged_over_frames(tmp_path):
         assert 1 <= metrics["train/return"] <= 500
 
 
-def test_frames_per_second_of_a_resumed_run_leave_out_what_came_before(tmp_path):
+def test_frames_per_second_of_a_resumed_run_exclude_earlier_frames(tmp_path):
     data, rows = rollouts(), Rows()
     data.setup("fit")
     state = data.state_dict()
@@ -77,7 +77,7 @@ class Terminal:
         return True
 
 
-def drawn(text):
+def bar_lines(text):
     return [line for line in re.split("[\r\n]", text) if "frames/s" in line]
 
 
@@ -88,7 +88,7 @@ def test_bar_counts_the_frames_of_the_whole_run(tmp_path, monkeypatch):
     # 2 rollouts of 64: a few more frames than were asked for
     data = rollouts(total_frames=100)
     fit(tmp_path, data, max_epochs=-1, callbacks=[bar], enable_progress_bar=True, limit_val_batches=1)
-    lines = drawn(terminal.text)
+    lines = bar_lines(terminal.text)
     assert "  0%|" in lines[0]
     assert "0.00/100" in lines[0]
     assert "100%|" in lines[-1]
@@ -106,30 +106,30 @@ def test_bar_stays_open_for_an_evaluation_of_the_end(tmp_path, monkeypatch):
     assert "eval=" in terminal.text
 
 
-def test_bar_says_that_kernels_are_compiled_until_frames_are_there(tmp_path, monkeypatch):
+def test_bar_shows_that_kernels_compile_until_the_first_frames(tmp_path, monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
 
     class Compiling(Callback):
         def on_train_start(self, trainer, pl_module):
-            made = {}
-            exec("def halve(x): return x / 2", made)  # numba caches no function without a file
-            jitted(made["halve"])(1.0)
+            namespace = {}
+            exec("def halve(x): return x / 2", namespace)  # numba caches no function without a file
+            jitted(namespace["halve"])(1.0)
 
     bar = FramesProgressBar(refresh_every=0.0)
     fit(tmp_path, max_epochs=1, callbacks=[bar, Compiling()], enable_progress_bar=True)
-    lines = drawn(terminal.text)
+    lines = bar_lines(terminal.text)
     assert any(line.startswith("Compiling (first run only): ") for line in lines)
     assert lines[-1].startswith("training: ")
 
 
-@pytest.mark.parametrize(("shown", "lines"), [(True, {1, 2, 3}), (False, {0})])
-def test_file_gets_few_lines_and_none_of_a_bar_that_is_disabled(shown, lines, tmp_path, capsys):
+@pytest.mark.parametrize(("enabled", "lines"), [(True, {1, 2, 3}), (False, {0})])
+def test_bar_writes_few_lines_to_a_file_and_none_if_disabled(enabled, lines, tmp_path, capsys):
     class Bar(FramesProgressBar):
         def setup(self, *args, **kwargs):
             super().setup(*args, **kwargs)
-            if not shown:
+            if not enabled:
                 self.disable()
 
     fit(tmp_path, max_epochs=5, callbacks=[Bar(refresh_every=0.0)], enable_progress_bar=True)
-    assert len(drawn(capsys.readouterr().err)) in lines
+    assert len(bar_lines(capsys.readouterr().err)) in lines

@@ -41,15 +41,15 @@ def save_forever(plugin, path, first):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-def test_process_that_is_killed_leaves_a_whole_checkpoint(elsewhere):
+def test_killed_process_leaves_a_complete_checkpoint(elsewhere):
     plugin, path, moments, number = AtomicCheckpointIO(), elsewhere / "last.ckpt", random.Random(0), 0
     for _ in range(20):
         saved = killed_after(moments.uniform(0.0, 0.03), save_forever, plugin, path, number)
-        found = plugin.load_checkpoint(path, weights_only=True)
-        assert found["number"] in (saved[-1], saved[-1] + 1)
-        assert (found["weights"] == found["number"]).all()
+        checkpoint = plugin.load_checkpoint(path, weights_only=True)
+        assert checkpoint["number"] in (saved[-1], saved[-1] + 1)
+        assert (checkpoint["weights"] == checkpoint["number"]).all()
         assert len(list(elsewhere.iterdir())) <= 2  # what the next save removes
-        number = found["number"] + 1
+        number = checkpoint["number"] + 1
     (elsewhere / ".epoch=1.ckpt.0123456789abcdef.tmp").touch()
     plugin.save_checkpoint({}, path)
     assert list(elsewhere.iterdir()) == [path]
@@ -95,7 +95,7 @@ def test_run_on_a_full_disk_ends_by_its_error_and_keeps_both_checkpoints(tmp_pat
     callbacks = [Fill(), best, LastCheckpoint(tmp_path)]
     with caplog.at_level(logging.ERROR), pytest.raises(OSError, match="No space left"):
         fit(tmp_path, max_epochs=4, limit_val_batches=1, callbacks=callbacks)
-    assert "stopped by OSError; its end was not written" in caplog.text
+    assert "stopped by OSError; the final checkpoint was not written" in caplog.text
     for name in ("best.ckpt", "last.ckpt"):
         assert torch.load(tmp_path / name, weights_only=True)["epoch"] <= 2
     assert sorted(path.suffix for path in tmp_path.iterdir() if path.is_file()) == [".ckpt", ".ckpt"]
@@ -106,13 +106,13 @@ class Own(AtomicCheckpointIO):
 
 
 @pytest.mark.parametrize("kind", [AtomicCheckpointIO, Own, AsyncCheckpointIO])
-def test_trainer_gets_it_from_our_callbacks_unless_it_has_another(kind, tmp_path):
+def test_callbacks_replace_only_the_default_plugin(kind, tmp_path):
     plugins = None if kind is AtomicCheckpointIO else [kind()]
     _, run = fit(tmp_path, max_epochs=1, callbacks=[LastCheckpoint(tmp_path)], plugins=plugins)
     assert type(run.strategy.checkpoint_io) is kind
 
 
-def test_what_is_not_a_local_file_is_written_in_lightnings_way():
+def test_remote_checkpoint_is_written_by_lightning():
     path = "memory://run/last.ckpt"
     AtomicCheckpointIO().save_checkpoint({"number": 3}, path)
     assert AtomicCheckpointIO().load_checkpoint(path, weights_only=True) == {"number": 3}

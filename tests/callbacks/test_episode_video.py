@@ -17,7 +17,7 @@ pytest.importorskip("pygame")
 EVALUATED = {"limit_val_batches": 1, "check_val_every_n_epoch": 1}
 
 
-def test_every_nth_evaluation_is_filmed_and_the_run_is_the_same(tmp_path):
+def test_video_of_each_nth_evaluation_leaves_the_run_unchanged(tmp_path):
     weights = []
     for callbacks in ([], [EpisodeVideo(tmp_path / "videos", every_n_evaluations=2)]):
         module, _ = fit(tmp_path, max_epochs=3, callbacks=callbacks, **EVALUATED)
@@ -28,7 +28,7 @@ def test_every_nth_evaluation_is_filmed_and_the_run_is_the_same(tmp_path):
     assert all(b"ftyp" in film.read_bytes()[:12] for film in films)
 
 
-def test_what_cannot_be_filmed_is_refused_before_anything_is_trained(tmp_path):
+def test_environment_without_video_is_refused_before_training(tmp_path):
     module = TinyActorCritic()
     data = rollouts(env=partial(GymEnv, "CartPole-v1", categorical_action_encoding=True))
     with pytest.raises(UserError, match="that of this run is TorchRL's"):

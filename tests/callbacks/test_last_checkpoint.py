@@ -40,10 +40,12 @@ class At(L.Callback):
 def run(folder, every=3, total_frames=-1, callbacks=(), **kwargs):
     """Fit with the callbacks of our own runs, and one that keeps the worst: an epoch has 4 updates of 64 frames."""
     options = {"monitor": "eval/return", "enable_version_counter": False, "save_on_train_epoch_end": False}
-    kept = [BestCheckpoint(folder, name, mode=mode, **options) for name, mode in (("best", "max"), ("worst", "min"))]
+    checkpoints = [
+        BestCheckpoint(folder, name, mode=mode, **options) for name, mode in (("best", "max"), ("worst", "min"))
+    ]
     settings = {"max_epochs": -1, "check_val_every_n_epoch": every, "limit_val_batches": 1, **kwargs}
     data = rollouts(total_frames=total_frames)
-    return fit(folder, data, Judged(), callbacks=[*callbacks, *kept, LastCheckpoint(folder)], **settings)[0]
+    return fit(folder, data, Judged(), callbacks=[*callbacks, *checkpoints, LastCheckpoint(folder)], **settings)[0]
 
 
 def stored(path):
@@ -66,7 +68,7 @@ def frames_of(path):
         ({"callbacks": [At(14)]}, 14, (12, 14)),
     ],
 )
-def test_end_of_a_run_is_judged_once_and_kept(ending, updates, judged_after, tmp_path):
+def test_end_of_a_run_is_evaluated_once_and_saved(ending, updates, judged_after, tmp_path):
     module = run(tmp_path, **ending)
     assert (module.updates, module.judged_after) == (updates, judged_after)
     for name, at in {"last": updates, "best": judged_after[0], "worst": updates}.items():
@@ -75,7 +77,7 @@ def test_end_of_a_run_is_judged_once_and_kept(ending, updates, judged_after, tmp
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_run_that_is_killed_between_two_evaluations_leaves_the_last_evaluated_state(tmp_path):
+def test_killed_run_leaves_the_last_evaluated_state(tmp_path):
     def look():
         assert frames_of(tmp_path / "last.ckpt") == 4 * 64
         assert frames_of(tmp_path / "best.ckpt") == 2 * 64
@@ -83,7 +85,7 @@ def test_run_that_is_killed_between_two_evaluations_leaves_the_last_evaluated_st
     assert run(tmp_path, every=2, callbacks=[At(21, look)]).updates == 21
 
 
-def test_going_on_from_the_end_repeats_nothing(tmp_path):
+def test_resume_from_the_end_repeats_nothing(tmp_path):
     """Evaluating the end changes nothing in what is learned after it."""
 
     def ends(epochs, module=None, resume=None, **options):
@@ -92,14 +94,14 @@ def test_going_on_from_the_end_repeats_nothing(tmp_path):
 
     last = LastCheckpoint(tmp_path)
     options = {"limit_val_batches": 1, "check_val_every_n_epoch": 3}
-    whole = ends(4)
+    uninterrupted = ends(4)
     ends(2, callbacks=[last], **options)
     second = ends(4, Judged(), last.path, callbacks=[LastCheckpoint(tmp_path)], **options)
     assert (second.updates, second.judged_after) == (8, (4, 8))
-    assert not differences(dict(second.state_dict()), dict(whole.state_dict()))
+    assert not differences(dict(second.state_dict()), dict(uninterrupted.state_dict()))
 
 
-def test_end_of_a_replay_run_is_kept(tmp_path):
+def test_end_of_a_replay_run_is_saved(tmp_path):
     data, last = replay_data(total_frames=53, checkpoint_buffer="beside"), LastCheckpoint(tmp_path)
     evaluated = {"limit_val_batches": 1, "check_val_every_n_epoch": 2}
     module, _ = fit_replay(tmp_path, data, max_epochs=-1, callbacks=[last], **evaluated)
@@ -108,7 +110,7 @@ def test_end_of_a_replay_run_is_kept(tmp_path):
     assert state["snapshot"]["name"].startswith("after_15_")
 
 
-def test_fit_without_evaluation_is_kept_and_one_that_learns_nothing_writes_nothing(tmp_path):
+def test_fit_without_evaluation_is_saved_and_fit_without_updates_is_not(tmp_path):
     data, last = rollouts(total_frames=64), LastCheckpoint(tmp_path)
     module, _ = fit(tmp_path, data, max_epochs=-1, callbacks=[last])
     assert frames_of(last.path) == 64
@@ -128,7 +130,7 @@ def test_exception_leaves_a_checkpoint_that_resumes(when, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["setup", "_own_collector"])
-def test_what_fails_before_anything_is_collected_leaves_nothing(where, tmp_path, caplog):
+def test_exception_before_the_first_rollout_saves_nothing(where, tmp_path, caplog):
     save, data = LastCheckpoint(tmp_path / "checkpoints"), rollouts()
     setattr(data, where, lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no environment")))
     with pytest.raises(RuntimeError, match="no environment"):
@@ -149,18 +151,18 @@ def test_exception_during_an_evaluation_is_saved_too(tmp_path):
 
 
 class Trial(L.Callback):
-    goes_on = "the search goes on"
+    resume_advice = "the search goes on"
 
 
 @pytest.mark.parametrize(
     ("callbacks", "advice"),
     [
         ([], "to resume, run the same command with ckpt_path="),
-        ([Trial()], "the search goes on; the end of this run is "),
+        ([Trial()], "the search goes on; the final checkpoint of this run is "),
     ],
     ids=["a run of its own", "part of a search"],
 )
-def test_what_stopped_is_told_how_it_goes_on(tmp_path, caplog, callbacks, advice):
+def test_stopped_run_logs_how_to_resume(tmp_path, caplog, callbacks, advice):
     def stop():
         raise RuntimeError("stopped")
 

@@ -55,7 +55,7 @@ def test_training_ends_at_a_score_that_equals_the_threshold(threshold, tmp_path)
 
 
 @pytest.mark.parametrize(("threshold", "expected"), [(math.inf, 4), (-math.inf, 1), (0.5 + 2e-6, 4), (0.5 + 5e-7, 1)])
-def test_training_goes_on_below_the_threshold(threshold, expected, tmp_path):
+def test_training_continues_below_the_threshold(threshold, expected, tmp_path):
     assert epochs_until_the_end(StopAtScore(threshold), Scored([0.5]), tmp_path) == expected
 
 
@@ -65,7 +65,7 @@ def test_sanity_check_and_evaluations_without_episodes_do_not_end_training(tmp_p
 
 
 @pytest.mark.parametrize("threshold", [math.nan, "high", None])
-def test_threshold_that_is_no_number_is_refused(threshold):
+def test_threshold_other_than_a_number_is_refused(threshold):
     with pytest.raises(ValueError, match="stopping_threshold"):
         StopAtScore(threshold)
 
@@ -80,10 +80,10 @@ def test_monitor_that_no_evaluation_logs_is_refused_at_the_first_one(tmp_path):
         epochs_until_the_end(StopAtScore(1.0, monitor="mine"), Scored([1.0]), tmp_path)
 
 
-def test_metric_of_ones_own_is_monitored(tmp_path):
+def test_user_metric_is_monitored(tmp_path):
     assert epochs_until_the_end(StopAtScore(1.0, monitor="mine"), Scored([0.0, 1.0], "mine"), tmp_path) == 2
 
 
-def test_it_travels_to_other_processes():
+def test_callback_can_be_pickled():
     stop = pickle.loads(pickle.dumps(StopAtScore(3, monitor="mine")))
     assert (stop.stopping_threshold, stop.monitor) == (3.0, "mine")

@@ -45,8 +45,8 @@ def test_what_learnt_from_data_is_played_without_them(kind, run, tmp_path):
     [
         ([], "error: no checkpoint given; say ckpt_path=RUN, or ckpt_path=RUN/checkpoints/last.ckpt."),
         (["ckpt_path=nowhere.ckpt"], "error: ckpt_path=nowhere.ckpt is not a file"),
-        (["ckpt_path=."], "error: ckpt_path=. has neither checkpoints/best.ckpt nor checkpoints/last.ckpt; name a run"),
-        (["ckpt_path=other.ckpt"], "error: other.ckpt holds no config"),
+        (["ckpt_path=."], "error: ckpt_path=. has neither checkpoints/best.ckpt nor checkpoints/last.ckpt. Use a run"),
+        (["ckpt_path=other.ckpt"], "error: other.ckpt contains no config"),
         (["episode=5"], "error: episode: there is no such setting; did you mean episodes?"),
     ],
 )

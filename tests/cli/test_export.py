@@ -19,7 +19,7 @@ from kit.specs import BOX
 from torchrl_lightning import LoadedPolicy, OnPolicyDataModule, export_policy, load_policy, save_pretrained
 from torchrl_lightning.agents import PPOModule, RecurrentNetwork
 from torchrl_lightning.cli.config.instantiate import SaveConfig
-from torchrl_lightning.deploy.export import DESCRIBED
+from torchrl_lightning.deploy.export import DESCRIPTION_FILE
 from torchrl_lightning.deploy.loading import CONFIG
 
 MODEL = {
@@ -63,9 +63,9 @@ def test_run_becomes_a_file_that_acts_as_its_policy_does(folder, run):
         "[N, 1, 4] float32 -> action [N, 1] float32, next.recurrent_state.h [N, 1, 4] float32, next.recurrent_state.c "
         "[N, 1, 4] float32\n"
     )
-    extra = {DESCRIBED: ""}
+    extra = {DESCRIPTION_FILE: ""}
     program = torch.export.load(folder / "policy.pt2", extra_files=extra).module()
-    described = json.loads(extra[DESCRIBED])
+    described = json.loads(extra[DESCRIPTION_FILE])
     shapes = {name: each["shape"][1:] for side in described.values() for name, each in side.items()}
     assert shapes == {"observation": [3], "action": [1], **STATES}
     acted, stepped = episode(load_policy(folder), lambda *given: program(*map(torch.as_tensor, given)))
@@ -83,7 +83,9 @@ def test_onnx_acts_as_the_policy_does(folder, run, tmp_path):
     assert names == ["observation", "recurrent_state.h", "recurrent_state.c"]
     assert {entry.shape[0] for entry in (*session.get_inputs(), *session.get_outputs())} == {"N"}
     assert [entry.name for entry in session.get_outputs()] == ["action", *(f"next.{name}" for name in names[1:])]
-    assert json.loads(session.get_modelmeta().custom_metadata_map[DESCRIBED])["inputs"]["observation"]["shape"] == [
+    assert json.loads(session.get_modelmeta().custom_metadata_map[DESCRIPTION_FILE])["inputs"]["observation"][
+        "shape"
+    ] == [
         "N",
         3,
     ]
@@ -135,7 +137,7 @@ def test_what_cannot_be_exported_is_one_line_and_nothing_is_written(act, message
             ["nowhere"],
             "error: nowhere: there is no such file or folder; name a run, a checkpoint or a published",
         ),
-        (["."], "error: . has neither checkpoints/best.ckpt nor checkpoints/last.ckpt; name a run, or a file"),
+        (["."], "error: . has neither checkpoints/best.ckpt nor checkpoints/last.ckpt. Use a run, or a checkpoint."),
     ],
 )
 def test_mistake_is_one_line(arguments, message, run):

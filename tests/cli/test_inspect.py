@@ -72,7 +72,7 @@ def _foreign(run):
     ("change", "told"),
     [
         (_tear, "missing or truncated; name a run"),
-        (_foreign, "is no whole checkpoint of plain data"),
+        (_foreign, "is not a complete checkpoint of plain data"),
         (lambda run: _checkpoint(run), "holds no buffer; train with data.checkpoint_buffer=inside"),
         (
             lambda run: _checkpoint(run, snapshot={"folder": "/x", "run": "../..", "name": "after_1_0000000a"}),

@@ -70,9 +70,9 @@ SETTINGS: dict[str, list[tuple[str, str]]] = {
         ("model.learning_rate=0", "model.learning_rate=0.0: learning_rate must be above 0, got 0.0."),
         ("model.max_grad_norm=-1", "model.max_grad_norm=-1.0: max_grad_norm must be above 0, got -1.0."),
         ("model.initial_std=0", "model.initial_std=0.0: initial_std must be above 0, got 0.0."),
-        ("model.optimizer=Adam", "model.optimizer=Adam: optimizer is 'Adam'; expected a callable"),
+        ("model.optimizer=Adam", "model.optimizer=Adam: optimizer must be a callable"),
         ("model.loss_critic_type=l3", "model.loss_critic_type=l3: loss_critic_type must be one of 'l1', 'l2',"),
-        ("model.schedule=cubic", "model: unknown schedule 'cubic'; known are constant, linear, cosine"),
+        ("model.schedule=cubic", "model: A schedule must be one of constant, linear, cosine,"),
         (
             "model.network.hidden_sizes=[0]",
             "model.network: Each width in hidden_sizes=[0] must be a positive integer, got 0",
@@ -155,7 +155,9 @@ def test_setting_that_does_not_fit_is_named(composed, groups, setting, message, 
 def test_advantages_that_the_buffer_standardises_cannot_be_left_as_they_are(composed):
     cfg = composed(setting="model.normalize_advantage=false")
     cfg.data.buffer.standardize_advantages = True
-    assert refused(cfg).startswith("model.normalize_advantage=False, but GAEBuffer has")
+    assert refused(cfg).startswith(
+        "model.normalize_advantage=False: normalize_advantage must not be False, because GAEBuffer"
+    )
 
 
 class Images(gym.ObservationWrapper):

@@ -67,7 +67,7 @@ SOUND: dict[Callable[..., Any], dict[str, Any]] = {
 }
 
 VALUES = (
-    *refused(PPOModule, "known are constant, linear, cosine", schedule="linaer"),
+    *refused(PPOModule, "must be one of constant, linear, cosine", schedule="linaer"),
     *refused(DQNModule, "smooth_l1", loss_function="huber"),
     *refused(DQNModule, "epsilon_start", epsilon_start=2.0),
     *refused(DQNModule, "frames", epsilon_frames=0),
@@ -112,7 +112,7 @@ TYPES = (
     *refused(built, "finite bounds, got Discrete", kind=MBPOModule, specs=DISCRETE),
     *refused(MBPOModule, "^network .*MLPNetwork", network=RecurrentNetwork("gru", 8)),
     *refused(LossModuleAgent, "SilentLoss.*actor_network", loss=SilentLoss()),
-    *refused(built, "gave Linear; expected one of", kind=lambda: LossModuleAgent(lambda specs: nn.Linear(1, 1))),
+    *refused(built, "must return a LossModule.*Linear", kind=lambda: LossModuleAgent(lambda specs: nn.Linear(1, 1))),
     *refused(build_actor, r"got Box of shape \(2, 2\).*TransformA", specs=SQUARE),
     *refused(build_actor, r"MultiBinary\(\[2, 3\]\)", specs=specs_of(Binary(3, (2, 3)))),
     *refused(build_q_network, r"MultiDiscrete\(\[2, 3\]\)", specs=CHOICES),

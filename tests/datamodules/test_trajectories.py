@@ -38,7 +38,7 @@ class Kept(ReplayService):
         super().shutdown()
 
     def settle(self) -> None:
-        self._settle()
+        self._send_pending()
 
 
 def cart_pole() -> GymEnv:

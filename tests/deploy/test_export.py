@@ -58,16 +58,16 @@ def normalised(policy: Any, specs: EnvironmentSpecs) -> LoadedPolicy:
 
 
 def check(policy: LoadedPolicy, program: PolicyProgram) -> None:
-    def run(given: list[torch.Tensor]) -> Any:
-        found = program(*given)
-        return found if program.first else (found,)
+    def run(inputs: list[torch.Tensor]) -> Any:
+        outputs = program(*inputs)
+        return outputs if program.initial_states else (outputs,)
 
     with torch.no_grad():
         check_program(policy, program, run, "it")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_program_gives_what_the_policy_gives(name: str) -> None:
+def test_exported_program_equals_the_policy(name: str) -> None:
     policy, specs = agent(name)
     loaded = LoadedPolicy(policy, specs)
     program = PolicyProgram(loaded)
@@ -79,17 +79,17 @@ def test_program_gives_what_the_policy_gives(name: str) -> None:
         check(normalised(policy, specs), PolicyProgram(normalised(policy, specs)))
 
 
-def test_what_is_drawn_lies_where_the_environment_shows_it() -> None:
+def test_random_inputs_are_within_the_observation_specs() -> None:
     policy, specs = agent("mixed")
-    drawn = PolicyProgram(LoadedPolicy(policy, specs)).drawn(50)
-    assert all(specs.observation[key].is_in(drawn[key]) for key in specs.keys)
-    assert drawn["hand", "touch"].min() < -0.8
-    mean = PolicyProgram(normalised(*agent("clipped"))).drawn(5000)["observation"].mean(0)
+    inputs = PolicyProgram(LoadedPolicy(policy, specs)).random_inputs(50)
+    assert all(specs.observation[key].is_in(inputs[key]) for key in specs.keys)
+    assert inputs["hand", "touch"].min() < -0.8
+    mean = PolicyProgram(normalised(*agent("clipped"))).random_inputs(5000)["observation"].mean(0)
     assert mean[0] == pytest.approx(7, abs=0.5)
 
 
 @pytest.mark.parametrize("planner", [CrossEntropyPlanner, RandomShootingPlanner])
-def test_planner_says_that_it_cannot_be_exported(planner: Any, tmp_path: Any) -> None:
+def test_planner_export_raises_with_the_reason(planner: Any, tmp_path: Any) -> None:
     env = WorldModelEnvironment(world_model())
     specs = EnvironmentSpecs(env.observation_spec, env.action_spec, 1)
     with pytest.raises(ValueError, match=rf"{planner.__name__}.*load_policy$"):

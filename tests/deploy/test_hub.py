@@ -42,8 +42,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"num_envs": 2, "frames_per_batch": 32, "num_mini_batch": 1, "num_epochs": 1, "seed": 0}
     data = OnPolicyDataModule("CartPole-v1", normalize_observation=True, **sizes)
     config = OmegaConf.create({"data": DATA, "model": MODEL, "eval_episodes": 20, "paths": {"log_dir": "/secret"}})
-    told = ["experiment=ppo_recurrent_cartpole", "seed=3", "hydra.run.dir=/secret", "ckpt_path=/secret"]
-    fit = trainer(max_epochs=2, limit_val_batches=0, callbacks=[SaveConfig(config, {}, told)])
+    content = ["experiment=ppo_recurrent_cartpole", "seed=3", "hydra.run.dir=/secret", "ckpt_path=/secret"]
+    fit = trainer(max_epochs=2, limit_val_batches=0, callbacks=[SaveConfig(config, {}, content)])
     fit.fit(PPOModule(RecurrentNetwork("gru", 4)), datamodule=data)
     fit.save_checkpoint(folder / "checkpoints" / "best.ckpt")
     (folder / "csv").mkdir()
@@ -77,24 +77,24 @@ def test_folder_holds_the_policy_as_it_was_and_no_pickle(run, saved):
     assert set(torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)["state_dict"]) <= names
 
 
-def test_card_tells_score_settings_and_how_to_run_it(saved):
+def test_card_contains_score_settings_and_commands(saved):
     text = (saved / "README.md").read_text()
     _, head, body = text.split("---\n", 2)
-    told = yaml.safe_load(head)
-    assert told["tags"] == ["reinforcement-learning", "torchrl", "PPOModule", "CartPole-v1"]
-    (result,) = told["model-index"][0]["results"]
+    content = yaml.safe_load(head)
+    assert content["tags"] == ["reinforcement-learning", "torchrl", "PPOModule", "CartPole-v1"]
+    (result,) = content["model-index"][0]["results"]
     assert result["metrics"][0]["value"] == 123.5
     assert "| mean return | 123.5 over 20 episodes, after training |" in body
     assert "| trained for | 64 frames |" in body
-    assert "| acts | Discrete(2) |" in body
+    assert "| action | Discrete(2) |" in body
     assert "torchrl-lightning-train experiment=ppo_recurrent_cartpole seed=3\n" in body
     assert f"torchrl-lightning-train experiment=ppo_recurrent_cartpole seed=3 init_from={saved}\n" in body
     settings = yaml.safe_load(body.partition("```yaml\n")[2].partition("```")[0])
     assert settings["model"]["network"] == NETWORK
     assert "secret" not in text + (saved / "config.json").read_text()
-    made: dict[str, Any] = {}
-    exec(body.partition("```python\n")[2].partition("```")[0].replace("print(total)", ""), made)
-    assert made["total"] > 5
+    namespace: dict[str, Any] = {}
+    exec(body.partition("```python\n")[2].partition("```")[0].replace("print(total)", ""), namespace)
+    assert namespace["total"] > 5
 
 
 class Hub:
@@ -116,8 +116,8 @@ class Hub:
     def get_paths_info(self, repo: str, paths: list[str], *, revision: str | None) -> list[SimpleNamespace]:
         if not (self.root / repo).is_dir():
             raise RuntimeError(f"404\nno {repo}")
-        found = (self.root / repo / path for path in paths)
-        return [SimpleNamespace(path=path.name, size=path.stat().st_size) for path in found if path.is_file()]
+        files = (self.root / repo / path for path in paths)
+        return [SimpleNamespace(path=path.name, size=path.stat().st_size) for path in files if path.is_file()]
 
     def download(self, repo: str, name: str, *, revision: str | None) -> str:
         self.fetched.append(name)
@@ -126,13 +126,13 @@ class Hub:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    made = Hub(tmp_path / "hub")
-    monkeypatch.setitem(sys.modules, "huggingface_hub", made.client())
+    namespace = Hub(tmp_path / "hub")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", namespace.client())
     monkeypatch.chdir(tmp_path)
-    return made
+    return namespace
 
 
-def test_policy_goes_to_the_hub_and_comes_back(run, hub):
+def test_policy_is_uploaded_and_downloaded_unchanged(run, hub):
     assert push_to_hub(run, "me/cartpole", private=True) == "hub/me/cartpole"
     assert sorted(path.name for path in (hub.root / "me" / "cartpole").iterdir()) == FILES
     assert 'from_pretrained("me/cartpole")' in (hub.root / "me" / "cartpole" / "README.md").read_text()
@@ -141,7 +141,7 @@ def test_policy_goes_to_the_hub_and_comes_back(run, hub):
     assert sorted(hub.fetched) == FILES[1:]
 
 
-def test_what_is_too_large_or_not_there_is_not_fetched(run, hub):
+def test_files_that_are_too_large_or_missing_are_not_downloaded(run, hub):
     push_to_hub(run, "me/cartpole")
     with pytest.raises(ValueError, match=r"model.safetensors.*me/cartpole.*99"):
         from_pretrained("me/cartpole", limit=99)
@@ -155,7 +155,7 @@ def test_what_is_too_large_or_not_there_is_not_fetched(run, hub):
         push_to_hub(run, "cartpole")
 
 
-def test_what_was_saved_is_not_saved_again_as_a_run(saved, hub, tmp_path):
+def test_saved_folder_is_refused_as_a_run(saved, hub, tmp_path):
     for publish in (partial(save_pretrained, saved, tmp_path / "again"), partial(push_to_hub, saved, "me/cartpole")):
         with pytest.raises(ValueError, match=rf"{saved}.*OWNER/NAME {saved}"):
             publish()
@@ -186,13 +186,19 @@ def edit(folder: Path, change: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda told: told["config"]["model"].update(_target_="os.system"), "'os.system' is none of the classes that"),
-        (lambda told: told["config"]["model"]["network"].update(hidden_size=10**7), "hidden_size=10000000 is more"),
-        (lambda told: told["content"]["OnPolicyDataModule"].pop("specs"), "is damaged: 'OnPolicyDataModule'"),
-        (lambda told: told.update(schema_version=2), "has schema version 2, this release reads version 1"),
-        (lambda told: told.update(content=[[]]), "'content' is a list"),
-        (lambda told: told["content"].update(state_dict={"__tensor__": "none"}), "KeyError"),
-        (lambda told: told["content"].update(state_dict={}), "is damaged: 'state_dict'"),
+        (
+            lambda content: content["config"]["model"].update(_target_="os.system"),
+            "'os.system' is none of the classes that",
+        ),
+        (
+            lambda content: content["config"]["model"]["network"].update(hidden_size=10**7),
+            "hidden_size=10000000 is more",
+        ),
+        (lambda content: content["content"]["OnPolicyDataModule"].pop("specs"), "is damaged: 'OnPolicyDataModule'"),
+        (lambda content: content.update(schema_version=2), "has schema version 2, this release reads version 1"),
+        (lambda content: content.update(content=[[]]), "'content' is a list"),
+        (lambda content: content["content"].update(state_dict={"__tensor__": "none"}), "KeyError"),
+        (lambda content: content["content"].update(state_dict={}), "is damaged: 'state_dict'"),
     ],
 )
 def test_foreign_folder_is_refused_in_one_line(change, message, changed):
@@ -202,7 +208,7 @@ def test_foreign_folder_is_refused_in_one_line(change, message, changed):
     assert "\n" not in str(raised.value)
 
 
-def test_bit_that_has_changed_and_a_torn_file_are_found(changed):
+def test_changed_bit_and_truncated_file_are_detected(changed):
     data = bytearray((changed / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (changed / "model.safetensors").write_bytes(data)
@@ -215,12 +221,12 @@ def test_bit_that_has_changed_and_a_torn_file_are_found(changed):
         from_pretrained(changed / "config.json")
 
 
-def test_run_that_cannot_be_published_leaves_what_was_there(run, changed, tmp_path):
+def test_failed_save_leaves_existing_files_unchanged(run, changed, tmp_path):
     before = {path.name: path.read_bytes() for path in changed.iterdir()}
     stored = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)
     for change, message in (
-        ({"config": None}, "holds no config"),
-        ({"OnPolicyDataModule": None}, "holds no environment specs"),
+        ({"config": None}, "contains no config"),
+        ({"OnPolicyDataModule": None}, "no environment specs"),
         ({"config": {"model": {**MODEL, "network": {**NETWORK, "hidden_size": 5}}}}, "the networks differ"),
     ):
         torch.save({**stored, "checksums": {}, **change}, tmp_path / "b.ckpt")

@@ -5,7 +5,7 @@ import torch
 
 from kit.golden import assert_near, cases, load
 from torchrl_lightning import IntrinsicRewardNormalizer, standardize
-from torchrl_lightning.agents.losses import standardized
+from torchrl_lightning.agents.loss_functions import standardized
 from torchrl_lightning.l2r.ppo import population_standardize
 
 

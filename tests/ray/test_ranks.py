@@ -16,7 +16,7 @@ from kit.runs import SaveAt, parameters
 from torchrl_lightning import OnPolicyDataModule, RayCollector
 from torchrl_lightning._core.errors import UserError
 from torchrl_lightning.environments import spawn_seed
-from torchrl_lightning.ray.cluster import ClusterFault, check_room, joined
+from torchrl_lightning.ray.cluster import ClusterFault, check_resources, connect
 
 pytestmark = pytest.mark.filterwarnings("default")  # Ray's own
 
@@ -74,40 +74,40 @@ def test_ranks_learn_the_same_from_collectors_of_their_own(folder: Path) -> None
     assert first["ended"] == second["ended"]
 
 
-def test_ranks_go_on_as_if_never_stopped(folder: Path) -> None:
-    for whole, resumed in zip(reports(folder, "whole"), reports(folder, "resumed"), strict=True):
-        assert resumed["seen"] == whole["seen"][2:]
-        assert resumed["frames"] == whole["frames"]
-        assert resumed["ended"] == whole["ended"]
+def test_resumed_ranks_equal_uninterrupted_ranks(folder: Path) -> None:
+    for uninterrupted, resumed in zip(reports(folder, "whole"), reports(folder, "resumed"), strict=True):
+        assert resumed["seen"] == uninterrupted["seen"][2:]
+        assert resumed["frames"] == uninterrupted["frames"]
+        assert resumed["ended"] == uninterrupted["ended"]
 
 
-def test_rings_are_as_many_as_the_environments_of_a_rank(tmp_path: Path) -> None:
+def test_number_of_rings_equals_the_environments_of_a_rank(tmp_path: Path) -> None:
     data = replay_data(num_envs=8, collector=partial(RayCollector, num_collectors=4))
     assert (data.envs_per_worker, data.envs_of_rank) == (2, 8)
     data.trainer = type("Two", (), {"world_size": 2, "lightning_module": None})()
     assert data._get_or_build_buffer().writer.num_envs == 4
 
 
-def test_collectors_that_ranks_cannot_share_out_are_refused(tmp_path: Path) -> None:
+def test_number_of_collectors_that_ranks_cannot_divide_is_refused(tmp_path: Path) -> None:
     data = rollouts(num_envs=6, frames_per_batch=32, collector=partial(RayCollector, num_collectors=3))
     with pytest.raises(UserError, match=r"^num_collectors=3.*2.*4"):
         fit(tmp_path, data, strategy=of_rank(0, 2))
 
 
-def test_no_rank_starts_a_cluster_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ranks_do_not_start_a_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ray = pytest.importorskip("ray")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr("torchrl_lightning.ray.cluster.world_size", lambda: 2)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     for config in ({}, {"address": "local"}, {"address": "127.0.0.1:1"}):
-        with pytest.raises(ClusterFault, match=r"^The 2 ranks of a run collect on one cluster"):
-            joined(config)
+        with pytest.raises(ClusterFault, match=r"^The 2 ranks of a run need a running cluster"):
+            connect(config)
 
 
-def test_room_is_counted_for_all_ranks(monkeypatch: pytest.MonkeyPatch, cluster: str) -> None:
+def test_resources_are_counted_for_all_ranks(monkeypatch: pytest.MonkeyPatch, cluster: str) -> None:
     ray = pytest.importorskip("ray")
-    check_room(ray, 4, {"num_cpus": 1})
+    check_resources(ray, 4, {"num_cpus": 1})
     monkeypatch.setattr("torchrl_lightning.ray.cluster.world_size", lambda: 2)
     with pytest.raises(ClusterFault, match=r"num_collectors=8.*8 CPU.*4"):
-        check_room(ray, 4, {"num_cpus": 1})
+        check_resources(ray, 4, {"num_cpus": 1})

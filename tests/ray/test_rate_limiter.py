@@ -44,7 +44,7 @@ def test_smallest_bound_admits_an_insert_or_a_draw() -> None:
 @given(ratio=RATIOS, inserts=SIZES, draws=SIZES, min_size=st.integers(1, 10_000), seed=st.integers(0, 999))
 @example(ratio=0.1, inserts=[4], draws=[1], min_size=1, seed=0)
 @example(ratio=1 / 3, inserts=[1], draws=[1], min_size=1, seed=0)
-def test_at_the_smallest_bound_nobody_waits_for_ever(
+def test_smallest_bound_has_no_deadlock(
     ratio: float, inserts: list[int], draws: list[int], min_size: int, seed: int
 ) -> None:
     bound = (ratio * max(inserts) + max(draws)) / 2
@@ -72,9 +72,9 @@ def test_smaller_bound_is_refused_and_the_message_names_one_that_is_not(
 ) -> None:
     limiter = RateLimiter(ratio, share * (ratio * insert + draw) / 2)
     limiter.inserted = 1
-    with pytest.raises(UserError, match=r"^error_buffer=.*[^\n]*$") as refused:
+    with pytest.raises(UserError, match=r"^error_buffer=.*[^\n]*$") as raised:
         is_stuck(limiter, [insert], [draw])
-    enough = float(re.search(r"Give at least (\S+),", str(refused.value))[1])
+    enough = float(re.search(r"Set at least (\S+),", str(raised.value))[1])
     limiter = RateLimiter(ratio, enough)
     limiter.inserted = 1
     assert not is_stuck(limiter, [insert], [draw])
@@ -91,7 +91,7 @@ def test_counts_beyond_the_precision_of_floats_stay_exact() -> None:
     assert [limiter.admits_insert(4), limiter.admits_draw(1)] == [False, True]
 
 
-def test_infinite_bound_lets_nobody_wait_behind_the_first_rows() -> None:
+def test_infinite_bound_has_no_waits_after_the_first_rows() -> None:
     limiter = RateLimiter(2.0, error_buffer=math.inf, min_size=3)
     assert not limiter.admits_draw(1)
     limiter.inserted = 3
@@ -125,14 +125,14 @@ def test_ratio_is_kept_within_its_bound(
     assert limiter.drawn
 
 
-def test_without_a_ratio_only_the_first_draw_waits() -> None:
+def test_first_draw_waits_without_a_ratio() -> None:
     limiter = RateLimiter(min_size=3)
     assert (limiter.admits_insert(10**9), limiter.admits_draw(1)) == (True, False)
     limiter.inserted = 3
     assert limiter.admits_draw(10**9)
 
 
-def test_bound_that_would_never_be_left_is_refused() -> None:
+def test_bound_that_would_deadlock_is_refused() -> None:
     limiter = RateLimiter(2.0, error_buffer=10.0)
     limiter.inserted = 1
     assert limiter.admits_insert(4)
@@ -148,11 +148,11 @@ def test_bound_that_would_never_be_left_is_refused() -> None:
             {"samples_per_insert": math.inf, "error_buffer": 1.0},
             "samples_per_insert must be finite and above 0, got inf",
         ),
-        ({"samples_per_insert": 1.0}, "samples_per_insert=1.0 and error_buffer=None go together"),
-        ({"error_buffer": 1.0}, "samples_per_insert=None and error_buffer=1.0 go together"),
+        ({"samples_per_insert": 1.0}, "samples_per_insert=1.0 and error_buffer=None must be set together"),
+        ({"error_buffer": 1.0}, "samples_per_insert=None and error_buffer=1.0 must be set together"),
         ({"min_size": 0}, "min_size must be a positive integer"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings: dict[str, float], message: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RateLimiter(**settings)

@@ -29,7 +29,7 @@ from kit.worked import FollowedReplay, constant_policy
 from torchrl_lightning import DQNModule, OnPolicyDataModule, RayCollector, ReplayService, VTraceBuffer
 from torchrl_lightning._core.keys import TRAJ_IDS
 from torchrl_lightning.environments.env_errors import WorkerFault
-from torchrl_lightning.ray.cluster import ClusterFault, installed, joined
+from torchrl_lightning.ray.cluster import ClusterFault, connect, installed_versions
 
 ray = pytest.importorskip("ray")
 pytestmark = [
@@ -40,7 +40,7 @@ SIZES = {"num_collectors": 2, "num_envs": 2, "frames_per_batch": 8}
 
 
 @pytest.fixture
-def made() -> Iterator[Callable[..., RayCollector]]:
+def make_collector() -> Iterator[Callable[..., RayCollector]]:
     """Builds collectors, which end with the test."""
     collectors = []
 
@@ -50,17 +50,17 @@ def made() -> Iterator[Callable[..., RayCollector]]:
         return collectors[-1]
 
     yield make
-    for each in collectors:
-        each.shutdown()
+    for collector in collectors:
+        collector.shutdown()
 
 
 class PidEnv(CountingEnv):
     """Says in its observation in which process it is."""
 
     def _observe(self) -> Any:
-        shown = super()._observe()
-        shown[0] = os.getpid() % 2**20
-        return shown
+        observation = super()._observe()
+        observation[0] = os.getpid() % 2**20
+        return observation
 
 
 class DyingEnv(CountingEnv):
@@ -88,16 +88,16 @@ def ids_of(batch: TensorDict) -> set[int]:
     return set(batch["collector", "traj_ids"].flatten().tolist())
 
 
-def test_process_for_actors_is_spared_what_its_libraries_would_import() -> None:
+def test_actor_process_skips_rarely_used_imports() -> None:
     named = ray.remote(lambda: list(sys.modules))
     imported = set(ray.get(named.remote()))
     assert "tensordict" in imported  # with what an actor needs, before it is there
     assert not imported & {"torch._dynamo", "mujoco"}
 
 
-def test_stale_weights_are_stamped_and_trajectories_have_numbers_of_their_own(made: Any) -> None:
-    collector = made()
-    seen: dict[int, set[int]] = {0: set(), 1: set()}
+def test_rollouts_have_policy_versions_and_unique_trajectory_ids(make_collector: Any) -> None:
+    collector = make_collector()
+    ids_of_collector: dict[int, set[int]] = {0: set(), 1: set()}
     for number, batch in enumerate(collector):
         version = batch["collector", "policy_version"]
         assert batch.shape == (2, 4)
@@ -107,11 +107,11 @@ def test_stale_weights_are_stamped_and_trajectories_have_numbers_of_their_own(ma
         first = int(batch["collector", "env_ids"][0, 0])
         assert batch["collector", "env_ids"].tolist() == [[first] * 4, [first + 1] * 4]
         assert {id % 2 for id in ids_of(batch)} == {first // 2}
-        seen[first // 2] |= ids_of(batch)
+        ids_of_collector[first // 2] |= ids_of(batch)
         batch["next", "reward"].zero_()  # memory of its own
         publish(collector)
         time.sleep(0.05)
-        if number >= 9 and all(seen.values()):  # one may begin long after the other
+        if number >= 9 and all(ids_of_collector.values()):  # one may begin long after the other
             break
     assert collector.metrics() == {
         "collector/lag": collector.metrics()["collector/lag"],
@@ -121,34 +121,34 @@ def test_stale_weights_are_stamped_and_trajectories_have_numbers_of_their_own(ma
     }
 
 
-def test_in_sync_a_run_resumes_bit_for_bit(made: Any) -> None:
-    whole, resumed = (made(sync=True, reset_at_each_batch=True, seed=seed) for seed in (0, 1))
+def test_sync_run_resumes_bit_for_bit(make_collector: Any) -> None:
+    uninterrupted, resumed = (make_collector(sync=True, reset_at_each_batch=True, seed=seed) for seed in (0, 1))
     batches, state = [], None
-    for batch in islice(whole, 6):
+    for batch in islice(uninterrupted, 6):
         batches.append(batch)
-        publish(whole)
+        publish(uninterrupted)
         if len(batches) == 4:
-            state = whole.state_dict()
+            state = uninterrupted.state_dict()
     versions = [int(batch["collector", "policy_version"][0, 0]) for batch in batches]
     assert versions == [0, 0, 2, 2, 4, 4]  # those of when the first of a round was asked for
     assert [int(batch["collector", "env_ids"][0, 0]) for batch in batches] == [0, 2] * 3
     resumed.load_state_dict(state)
     with torch.no_grad():
         resumed.policy.module.weight.fill_(resumed.policy_version % 3)
-    given = set.union(*map(ids_of, batches[:4]))
+    earlier_ids = set.union(*map(ids_of, batches[:4]))
     for batch, other in zip(batches[4:], islice(resumed, 2), strict=True):
         assert (batch.exclude(TRAJ_IDS) == other.exclude(TRAJ_IDS)).all()
-        assert not ids_of(other) & given
+        assert not ids_of(other) & earlier_ids
 
 
-def test_others_go_on_where_one_is_killed(made: Any) -> None:
-    collector = made(PidEnv)
+def test_other_actors_continue_if_one_is_killed(make_collector: Any) -> None:
+    collector = make_collector(PidEnv)
     before: dict[int, TensorDict] = {}
     while len(before) < 2:
         time.sleep(0.05)
         batch = collector.rollout()
         before[int(batch["collector", "env_ids"][0, 0])] = batch
-    known = set.union(*map(ids_of, before.values()))
+    earlier_ids = set.union(*map(ids_of, before.values()))
     os.kill(pid_of(before[0]), signal.SIGKILL)
     while not collector.restarts:
         time.sleep(0.05)  # leaves a core to the one that begins
@@ -156,10 +156,10 @@ def test_others_go_on_where_one_is_killed(made: Any) -> None:
         if batch["collector", "env_ids"][0, 0] == 2:
             assert pid_of(batch) == pid_of(before[2])
         elif pid_of(batch) == pid_of(before[0]):  # it had been delivered
-            known |= ids_of(batch)
+            earlier_ids |= ids_of(batch)
     assert pid_of(batch) != pid_of(before[0])
     assert batch["is_init"][:, 0].all()
-    assert min(ids_of(batch)) > max(id for id in known if id % 2 == 0)
+    assert min(ids_of(batch)) > max(id for id in earlier_ids if id % 2 == 0)
     assert collector.lost_envs == [0, 1]
     counts = {"collector/deaths": 1.0, "collector/restarts": 1.0, "collector/lost_frames": 8.0}
     assert counts.items() <= collector.metrics().items()
@@ -171,42 +171,44 @@ def test_others_go_on_where_one_is_killed(made: Any) -> None:
     assert not alive(pid_of(before[2]))
 
 
-def test_in_sync_a_death_is_an_error(made: Any) -> None:
-    collector = made(PidEnv, sync=True, num_collectors=1)
+def test_sync_collector_raises_if_an_actor_dies(make_collector: Any) -> None:
+    collector = make_collector(PidEnv, sync=True, num_collectors=1)
     os.kill(pid_of(next(iter(collector))), signal.SIGKILL)
     with pytest.raises(WorkerFault, match=r"0.*[\s\S]*sync=True"):
         [collector.rollout() for _ in range(3)]
     assert collector.closed
 
 
-def test_what_dies_again_and_again_is_an_error(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrl_lightning.ray.ray_collector._TRIES", 2)
-    collector = made(DyingEnv, num_collectors=1)
+def test_actor_that_dies_repeatedly_raises(make_collector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrl_lightning.ray.ray_collector._MAX_FAILURES", 2)
+    collector = make_collector(DyingEnv, num_collectors=1)
     with pytest.raises(WorkerFault, match="worker 0 died 2 times in succession"):
         collector.rollout()
 
 
-def test_errors_of_environments_and_policies_come_back(made: Any) -> None:
+def test_errors_of_environments_and_policies_are_raised(make_collector: Any) -> None:
     with pytest.raises(WorkerFault, match=r"worker 0: At step 2 .* environment 0 .*: the third step") as error:
-        made(FailingEnv, num_collectors=1).rollout()
+        make_collector(FailingEnv, num_collectors=1).rollout()
     assert error.value.__notes__[0].startswith("Traceback")  # the environment's own
-    collector = made(num_collectors=1)
+    collector = make_collector(num_collectors=1)
     collector.policy.module.forward = None
     with pytest.raises(RuntimeError, match=r"0 failed:[\s\S]*TypeError"):
         collector.rollout()
 
 
-def test_module_that_actors_cannot_import_is_told_with_the_mend(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "here_alone", here := ModuleType("here_alone"))
-    exec("def make():\n    pass", vars(here))  # in no file
+def test_module_that_actors_cannot_import_is_named_with_a_remedy(
+    make_collector: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "here_alone", module := ModuleType("here_alone"))
+    exec("def make():\n    pass", vars(module))  # in no file
     with pytest.raises(ClusterFault, match=r"0.*'here_alone'.*py_modules"):
-        made(here.make, num_collectors=1).rollout()
+        make_collector(module.make, num_collectors=1).rollout()
 
 
-def test_settings_reach_the_actor(made: Any) -> None:
+def test_settings_reach_the_actor(make_collector: Any) -> None:
     """What is replayed is followed, weights come as seldom as is asked for, the first frames are random."""
     replay = FollowedReplay(2)
-    collector = made(num_collectors=1, max_weight_update_interval=3, init_random_frames=16, replay=replay)
+    collector = make_collector(num_collectors=1, max_weight_update_interval=3, init_random_frames=16, replay=replay)
     batches = []
     for _ in range(10):
         batches.append(collector.rollout())
@@ -224,12 +226,12 @@ def test_settings_reach_the_actor(made: Any) -> None:
     assert replay.told == [0]
 
 
-def test_fit_shares_its_environments_out_and_tells_of_deaths(tmp_path: Path) -> None:
+def test_fit_divides_its_environments_and_logs_deaths(tmp_path: Path) -> None:
     class Watching(TinyActorCritic):
-        told: list[dict[str, float]] = []
+        history: list[dict[str, float]] = []
 
         def on_train_epoch_end(self) -> None:
-            self.told.append(self.trainer.datamodule.metrics())
+            self.history.append(self.trainer.datamodule.metrics())
 
     make = partial(RayCollector, num_collectors=2)
     data = rollouts(buffer=VTraceBuffer, num_envs=4, frames_per_batch=32, collector=make)
@@ -237,20 +239,20 @@ def test_fit_shares_its_environments_out_and_tells_of_deaths(tmp_path: Path) -> 
     assert data.rollout_length == 16
     fit(tmp_path, data, Watching())
     assert data.frames == 64
-    assert Watching.told[-1]["collector/deaths"] == 0.0
-    assert {"collector/lag", "collector/lost_frames"} <= set(Watching.told[-1])
+    assert Watching.history[-1]["collector/deaths"] == 0.0
+    assert {"collector/lag", "collector/lost_frames"} <= set(Watching.history[-1])
 
 
-def test_fit_goes_on_where_its_replay_service_is_killed(tmp_path: Path) -> None:
+def test_fit_continues_if_its_replay_service_is_killed(tmp_path: Path) -> None:
     """The actors write there by themselves; what the service had not saved comes again, each row once."""
-    told: list[dict[str, float]] = []
+    history: list[dict[str, float]] = []
 
     class Killing(DQNModule):
         def on_train_epoch_end(self) -> None:
             data = self.trainer.datamodule
-            told.append(data.metrics())
+            history.append(data.metrics())
             (actor,) = data._rows._actors
-            if len(told) == 1:
+            if len(history) == 1:
                 os.kill(ray.get(actor.__ray_call__.remote(lambda service: os.getpid())), signal.SIGKILL)
             else:
                 for _ in range(300):  # rows may still be under way to a service that was restarted
@@ -264,40 +266,40 @@ def test_fit_goes_on_where_its_replay_service_is_killed(tmp_path: Path) -> None:
     data = replay_data(source=source, num_envs=4, collector=partial(RayCollector, num_collectors=1))
     fit_replay(tmp_path, data, dqn(Killing))
     assert (data.frames, data.updates) == (60, 20)
-    assert told[-1]["collector/deaths"] == 0.0
-    assert told[-1]["replay/size"] >= 40.0
+    assert history[-1]["collector/deaths"] == 0.0
+    assert history[-1]["replay/size"] >= 40.0
 
 
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"num_collectors": 99}, ClusterFault, "num_collectors=99 need 99 CPU, but the cluster has 4. Take fewer"),
+        ({"num_collectors": 99}, ClusterFault, "num_collectors=99 need 99 CPU, but the cluster has 4"),
         ({"remote_configs": {"resources": {"moon": 1}}}, ClusterFault, "need 2 moon, but the cluster has 0"),
         ({"num_collectors": 0}, ValueError, "num_collectors must"),
         ({"max_weight_update_interval": -2}, ValueError, "max_weight_update_interval must"),
     ],
 )
-def test_what_cannot_be_is_refused(made: Any, settings: Any, error: type[Exception], message: str) -> None:
+def test_invalid_settings_are_refused(make_collector: Any, settings: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        made(**settings).rollout()
+        make_collector(**settings).rollout()
 
 
-def test_without_ray_the_extra_is_named(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    collector = made()
+def test_missing_ray_names_the_extra(make_collector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    collector = make_collector()
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ClusterFault, match=r"'torchrl-lightning\[ray\]'"):
         collector.rollout()
 
 
-def test_another_version_elsewhere_is_refused(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = {**installed(), "Python": "3.99.0"}
-    monkeypatch.setattr("torchrl_lightning.ray.ray_collector.installed", lambda: here)
-    with pytest.raises(ClusterFault, match=r"machine with Python 3\.\S+, but here is 3.99.0"):
-        made(num_collectors=1).rollout()
+def test_different_version_on_another_machine_is_refused(make_collector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {**installed_versions(), "Python": "3.99.0"}
+    monkeypatch.setattr("torchrl_lightning.ray.ray_collector.installed_versions", lambda: versions)
+    with pytest.raises(ClusterFault, match=r"Python 3\.99\.0 .*got 3\."):
+        make_collector(num_collectors=1).rollout()
 
 
 @pytest.fixture
-def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def cluster_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """No cluster is known; where Ray would note one."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
@@ -306,33 +308,33 @@ def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "ray" / "ray_current_cluster"
 
 
-def test_address_where_nothing_answers_is_one_line(apart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_address_raises_one_line(cluster_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.monotonic()
     with pytest.raises(ClusterFault, match=r"address='127.0.0.1:1'."):
-        joined({"address": "127.0.0.1:1"})
+        connect({"address": "127.0.0.1:1"})
     monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:1")
     with pytest.raises(ClusterFault, match=r"address='ray://127.0.0.1:1'"):
-        joined({})
+        connect({})
     assert time.monotonic() - began < 20
 
 
-def test_note_of_a_cluster_that_was_killed_is_passed_over(apart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(ray, "init", lambda **config: asked.append(config))
-    apart.write_text("127.0.0.1:1")
-    joined({"num_cpus": 1})
+def test_address_of_a_killed_cluster_is_ignored(cluster_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[Any] = []
+    monkeypatch.setattr(ray, "init", lambda **config: configs.append(config))
+    cluster_file.write_text("127.0.0.1:1")
+    connect({"num_cpus": 1})
     with socket.create_server(("127.0.0.1", 0)) as server:
-        apart.write_text(f"127.0.0.1:{server.getsockname()[1]}")
-        joined({})
-    apart.unlink()
-    joined({"address": None})
-    assert asked == [{"num_cpus": 1, "address": "local"}, {}, {"address": None}]
+        cluster_file.write_text(f"127.0.0.1:{server.getsockname()[1]}")
+        connect({})
+    cluster_file.unlink()
+    connect({"address": None})
+    assert configs == [{"num_cpus": 1, "address": "local"}, {}, {"address": None}]
 
 
-def test_environments_that_reuse_their_memory_are_collected_from_as_those_that_do_not(made) -> None:
+def test_environments_that_reuse_memory_give_the_same_rollouts(make_collector) -> None:
     rollouts = []
     for maker in pair(Careless, observation="dict", action="box", buffers=2):
-        collector = made(maker, policy=None, sync=True, num_collectors=1, frames_per_batch=60)
+        collector = make_collector(maker, policy=None, sync=True, num_collectors=1, frames_per_batch=60)
         rollouts.append(collector.rollout())
         collector.shutdown()
     assert rollouts[1]["next", "done"].sum() > 9

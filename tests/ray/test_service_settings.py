@@ -40,12 +40,12 @@ def rollout() -> TensorDict:
         ({}, None),
         (LIMITS, None),
         ({"min_size": 8}, None),
-        ({"min_size": 9}, "has min_size=8, but here is 9"),
-        ({**LIMITS, "samples_per_insert": 2.0}, r"has samples_per_insert=1\.0, but here is 2\.0"),
-        ({**LIMITS, "error_buffer": 65.0}, r"has error_buffer=64\.0, but here is 65\.0"),
+        ({"min_size": 9}, "has min_size=8, but this run has 9"),
+        ({**LIMITS, "samples_per_insert": 2.0}, r"has samples_per_insert=1\.0, but this run has 2\.0"),
+        ({**LIMITS, "error_buffer": 65.0}, r"has error_buffer=64\.0, but this run has 65\.0"),
     ],
 )
-def test_limits_of_a_service_that_runs_already_are_refused_if_they_differ(
+def test_limits_that_differ_from_a_running_service_are_refused(
     ray: FakeRay, how: str, settings: dict[str, Any], refusal: str | None
 ) -> None:
     first = service(keep=True, **LIMITS)
@@ -64,7 +64,7 @@ def test_limits_of_a_service_that_runs_already_are_refused_if_they_differ(
     first.shutdown()
 
 
-def test_one_with_more_shards_is_refused_because_the_others_would_never_be_drawn_from(ray: FakeRay) -> None:
+def test_service_with_more_shards_is_refused(ray: FakeRay) -> None:
     first = service(keep=True, shards=2)
     first.extend(rollout())
     with pytest.raises(ServiceFault, match=r"shards=1\."):

@@ -1,10 +1,10 @@
 """The exported names. This list is the only one: ``lazy_exports`` and type checkers read it."""
 
 from .actor_critic import ActorCriticModule as ActorCriticModule
+from .loss_functions import clipped_surrogate_loss as clipped_surrogate_loss
+from .loss_functions import critic_loss as critic_loss
+from .loss_functions import policy_gradient_loss as policy_gradient_loss
 from .loss_module import LossModuleAgent as LossModuleAgent
-from .losses import clipped_surrogate_loss as clipped_surrogate_loss
-from .losses import critic_loss as critic_loss
-from .losses import policy_gradient_loss as policy_gradient_loss
 from .model_based.dynamics_ensemble import DynamicsEnsemble as DynamicsEnsemble
 from .model_based.ensembles import GaussianEnsemble as GaussianEnsemble
 from .model_based.mbpo import MBPOModule as MBPOModule

@@ -21,14 +21,14 @@ from torchrl_lightning._core.update_batches import UpdateBatches, updates_of
 from torchrl_lightning._core.validators import check_defaults
 from torchrl_lightning.agents.base import OptimizerFactory, TermsModule
 from torchrl_lightning.agents.dry_run import ROWS
-from torchrl_lightning.agents.losses import Distance, critic_loss, standardized
+from torchrl_lightning.agents.loss_functions import Distance, critic_loss, standardized
 from torchrl_lightning.agents.metrics import train_names
 from torchrl_lightning.agents.networks.actors import Actor, ActorWithValues, Critic, build_actor, build_critic
 from torchrl_lightning.agents.networks.encoders import MLPNetwork
 from torchrl_lightning.agents.networks.network_protocol import Network, described_network
 from torchrl_lightning.agents.rnd import RandomNetworkDistillation
 from torchrl_lightning.agents.schedules import Schedule, as_schedule
-from torchrl_lightning.agents.transitions import missing
+from torchrl_lightning.agents.transitions import missing_entry
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class ActorCriticModule(TermsModule):
     """An actor and a critic that learn from the mini-batches of an on-policy DataModule.
 
     ``configure_model`` builds the networks from ``trainer.datamodule.specs``. Without a trainer, call ``build(specs)``.
-    Subclasses compute their loss in ``losses``, from the functions in :mod:`torchrl_lightning.agents.losses`.
+    Subclasses compute their loss in ``losses``, from the functions in :mod:`torchrl_lightning.agents.loss_functions`.
 
     Args:
         network: Network in front of the heads; ``MLPNetwork()`` by default.
@@ -97,7 +97,9 @@ class ActorCriticModule(TermsModule):
             raise ValueError("critics must name at least one critic, got []. Leave it out for a single critic.")
         self.require_effect("intrinsic_coeff", self.intrinsic is not None, "intrinsic")
         self.require_effect("separate_critics", len(self.value_keys) > 1, "several critics")
-        self._standardizes = self.normalize_advantage is not False  # setup() replaces it if the setting is None
+        self._standardizes_advantages = (
+            self.normalize_advantage is not False
+        )  # setup() replaces it if the setting is None
         self.actor_network: Actor | None = None
         self.critic_network: Critic | None = None
         self._coefficients: dict[str, tuple[float, Schedule]] = {}
@@ -115,33 +117,35 @@ class ActorCriticModule(TermsModule):
         data = DataApi.of(self._data)
         standardized_by = data.advantages_standardized_by
         if self.normalize_advantage is None:
-            self._standardizes = standardized_by is None
+            self._standardizes_advantages = standardized_by is None
         frames, batches = data.frames_per_batch, data.num_mini_batch
-        if self._standardizes and frames is not None and frames == batches:
+        if self._standardizes_advantages and frames is not None and frames == batches:
             raise ValueError(
-                f"num_mini_batch must be below frames_per_batch={frames} where advantages are standardised within each "
-                f"mini-batch, got {batches}: of a single sample nothing is left. Lower it, or give "
+                f"num_mini_batch must be below frames_per_batch={frames} if advantages are standardised within each "
+                f"mini-batch, got {batches}: a single sample would become 0. Lower it, or set "
                 "normalize_advantage=False."
             )
-        if self._standardizes:
-            self._check_weights()
+        if self._standardizes_advantages:
+            self._check_advantage_weights()
         if self.normalize_advantage and standardized_by is not None:
             logger.warning(
-                "normalize_advantage=True standardises in each mini-batch what %s has standardised over the rollout; "
-                "give the buffer standardize_advantages=False, or leave normalize_advantage at None.",
+                "normalize_advantage=True standardises advantages that %s has already standardised over the rollout. "
+                "Set standardize_advantages=False in the buffer, or leave normalize_advantage at None.",
                 standardized_by,
             )
 
-    def _check_weights(self) -> None:
+    def _check_advantage_weights(self) -> None:
         """Validate the advantage weights; standardising a single advantage divides out a positive weight."""
         weights = {"extrinsic_coeff": self.extrinsic_coeff}
         if self.intrinsic is not None:
             weights["intrinsic_coeff"] = self.intrinsic_coeff
         names = [name for name, weight in weights.items() if weight]
         if len(names) == 1 and weights[names[0]] > 0:
-            needs = "a second advantage, because standardising in each mini-batch divides by the weight of a single one"
-            remedy = "give normalize_advantage=False, or both coefficients and intrinsic"
-            check_defaults(f"without {needs}", remedy, **{names[0]: (weights[names[0]], 1.0)})
+            condition = (
+                "a second advantage, because standardising in each mini-batch divides by the weight of a single one"
+            )
+            remedy = "set normalize_advantage=False, or set intrinsic and both coefficients"
+            check_defaults(f"without {condition}", remedy, **{names[0]: (weights[names[0]], 1.0)})
 
     # -- networks ---------------------------------------------------------------------------------------------------
 
@@ -189,8 +193,8 @@ class ActorCriticModule(TermsModule):
     def valued_policy(self) -> Actor | ActorWithValues:
         """The policy for collection; it also writes values if that saves a second pass of a costly shared trunk."""
         policy, critic = self.policy, self.critic
-        spares = critic.is_shared and getattr(self.network, "costly", False) and policy is self.actor_network
-        return ActorWithValues(policy, critic) if spares else policy
+        saves_trunk_pass = critic.is_shared and getattr(self.network, "costly", False) and policy is self.actor_network
+        return ActorWithValues(policy, critic) if saves_trunk_pass else policy
 
     def annotate(self, rollout: TensorDictBase) -> None:
         """Add ``("next", "intrinsic_reward")`` to a time-major rollout if ``intrinsic`` is set."""
@@ -205,8 +209,8 @@ class ActorCriticModule(TermsModule):
         if self.intrinsic is not None:
             actor += self.intrinsic.predictor_parameters()
         # Each update changes all parameters, so a single optimizer takes them as one list.
-        parts = (actor, critic) if self.critic_optimizer else (actor + critic, [])
-        return self.build_optimizers(*parts, self.critic_optimizer)
+        parameter_lists = (actor, critic) if self.critic_optimizer else (actor + critic, [])
+        return self.build_optimizers(*parameter_lists, self.critic_optimizer)
 
     def add_coefficient(self, name: str, value: float, schedule: str | Schedule) -> None:
         """Register a scheduled loss coefficient as a buffer, so that checkpoints contain it.
@@ -256,9 +260,8 @@ class ActorCriticModule(TermsModule):
         for key in _MASKS:
             if batch.get(key, None) is not None:
                 raise ValueError(
-                    f"the batch has the mask {key!r}: it was padded, or some of its steps do not count, but the losses "
-                    "average over every step. Hand them unpadded steps, or leave the mask out (batch_keys of the "
-                    "buffer) where it means nothing"
+                    f"The batch must not contain the mask {key!r}, because the losses average over all steps. Pass "
+                    "unpadded steps, or remove the mask with batch_keys of the buffer."
                 )
         actor, critic = self.policy, self.critic
         with set_recurrent_mode(batch.ndim > 1) if actor.trunk.recurrent else nullcontext():
@@ -268,15 +271,15 @@ class ActorCriticModule(TermsModule):
 
     def advantage(self, batch: TensorDictBase) -> Tensor:
         r"""Return the combined advantage ``[*B]``, \(c_e A + c_i A^{int}\), with \(A\) averaged over the critics."""
-        advantage = require(batch, "advantage")
+        advantage = required_entry(batch, "advantage")
         if isinstance(advantage, TensorDictBase):
             advantage = torch.stack(list(advantage.values(True, True))).mean(0)
         if self.extrinsic_coeff != 1.0:
             advantage = self.extrinsic_coeff * advantage
         if self.intrinsic is not None and self.intrinsic_coeff:
-            advantage = advantage + self.intrinsic_coeff * require(batch, "intrinsic_advantage")
+            advantage = advantage + self.intrinsic_coeff * required_entry(batch, "intrinsic_advantage")
         advantage = advantage.squeeze(-1)
-        return standardized(advantage) if self._standardizes else advantage
+        return standardized(advantage) if self._standardizes_advantages else advantage
 
     def critic_terms(self, batch: TensorDictBase, values: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the weighted losses: the sum over the extrinsic critics, and the intrinsic critic's."""
@@ -285,9 +288,9 @@ class ActorCriticModule(TermsModule):
             name = "loss_intrinsic_critic" if key == "intrinsic_state_value" else "loss_critic"
             loss = self.critic_coeff * critic_loss(
                 value,
-                require(batch, target_key(key)),
+                required_entry(batch, target_key(key)),
                 self.loss_critic_type,
-                old_value=None if self.clip_value is None else require(batch, key),
+                old_value=None if self.clip_value is None else required_entry(batch, key),
                 clip_value=self.clip_value,
             )
             terms[name] = terms[name] + loss if name in terms else loss
@@ -295,9 +298,9 @@ class ActorCriticModule(TermsModule):
 
     def training_step(self, batch: TensorDictBase | UpdateBatches, batch_idx: int) -> None:
         """Update on each mini-batch of this step until ``should_stop`` returns True."""
-        for number, part in enumerate(updates_of(batch)):
-            if not self._stopped:  # still iterate over the rest, because the last batch ends the rollout
-                self._learn(part, inner=number > 0)
+        for number, minibatch in enumerate(updates_of(batch)):
+            if not self._stopped:  # iterate in any case, because the last batch ends the rollout
+                self._learn(minibatch, inner=number > 0)
 
     def _learn(self, batch: TensorDictBase, *, inner: bool) -> None:
         terms = self._update(batch) or self.compute(batch)
@@ -317,12 +320,15 @@ class ActorCriticModule(TermsModule):
         return False
 
 
-def require(batch: TensorDictBase, key: NestedKey) -> Tensor:
+def required_entry(batch: TensorDictBase, key: NestedKey) -> Tensor:
     """Return an entry written by the buffer; raise KeyError with a hint if it is missing."""
     value = batch.get(key, None)
     if value is None:
-        hint = "the buffer's before_gradients() writes values, targets and advantages: check that it ran, and that "
-        raise missing(batch, key, hint + "buffer and module name the same critics")
+        hint = (
+            "the buffer's before_gradients() writes values, targets and advantages. Check that it ran, and that buffer "
+            "and module use the same names of critics"
+        )
+        raise missing_entry(batch, key, hint)
     return value
 
 

@@ -27,31 +27,31 @@ from torchrl_lightning._core.torch_defaults import check_default_dtype
 from torchrl_lightning._core.validators import Check
 from torchrl_lightning.agents.analytic import FusedAdam, OptimizedParameters, unflattenable_parameters, update_for
 from torchrl_lightning.agents.dry_run import ROWS, dry_run, network_faults
-from torchrl_lightning.agents.metrics import ReportingModule, train_names
+from torchrl_lightning.agents.metrics import MetricsModule, train_names
 from torchrl_lightning.agents.optimizer_states import (
     check_optimizer_states,
-    configured_optimizers,
-    copied_optimizer,
+    copy_optimizer,
+    flatten_optimizers,
 )
 from torchrl_lightning.agents.schedules import ConstantSchedule, Schedule, as_schedule, progress_of
 
 T = TypeVar("T")
 
 
-def makes_optimizers(value: Any, name: str) -> Any:
+def check_optimizer_factory(value: Any, name: str) -> Any:
     """Validate an optimizer factory and return it; raise TypeError if it is not callable."""
     if not callable(value):
         raise TypeError(
-            f"{name} is {value!r}; expected a callable that makes an optimizer of parameters, such as "
-            "functools.partial(torch.optim.Adam, lr=1e-3)."
+            f"{name} must be a callable that takes parameters and returns an optimizer, got {value!r}. Use, for "
+            "example, functools.partial(torch.optim.Adam, lr=1e-3)."
         )
     return value
 
 
-OptimizerFactory = Annotated[Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], makes_optimizers]
+OptimizerFactory = Annotated[Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], check_optimizer_factory]
 
 
-class AgentModule(PickleByValueMixin, Settings, ReportingModule):
+class AgentModule(PickleByValueMixin, Settings, MetricsModule):
     """An agent with networks built from a DataModule's specs.
 
     Args:
@@ -106,16 +106,16 @@ class AgentModule(PickleByValueMixin, Settings, ReportingModule):
         """Build networks and loss for an environment's specs and return the module; a second call does nothing."""
 
     def setup(self, stage: str) -> None:
-        """Validate DataModule and schedules; raise ValueError for a misfit or a schedule without a known end."""
+        """Validate DataModule and schedules; raise ValueError if they do not fit or a schedule has no known end."""
         super().setup(stage)
         check_default_dtype()
         if stage == "fit":
             check_compatible(self, self._data)
-        moving = any(schedule != ConstantSchedule() for schedule in self.schedules)
-        if stage == "fit" and moving and progress_of(self.trainer) is None:
+        has_schedule = any(schedule != ConstantSchedule() for schedule in self.schedules)
+        if stage == "fit" and has_schedule and progress_of(self.trainer) is None:
             raise ValueError(
-                "a schedule needs the end of the run, but nothing says how long it is: give the DataModule "
-                "total_frames, or the trainer max_epochs or max_steps; or take schedule='constant'"
+                "A schedule needs the length of the run, which is unknown. Set total_frames of the DataModule, set "
+                "max_epochs or max_steps of the trainer, or use schedule='constant'."
             )
 
     def misfit(self, data: Any) -> str | None:
@@ -124,8 +124,8 @@ class AgentModule(PickleByValueMixin, Settings, ReportingModule):
         if self.supports_action_masks or specs is None or ACTION_MASK not in specs.observation:
             return None
         return (
-            f"the environment observes {ACTION_MASK!r}, which {type(self).__name__} does not look at; take a learner "
-            "that does, model=ppo, a2c, vtrace, reinforce or dqn, or leave it out by drop=[action_mask] of an "
+            f"the observation contains {ACTION_MASK!r}, but {type(self).__name__} does not support action masks. Use "
+            "model=ppo, a2c, vtrace, reinforce or dqn, or remove the mask with drop=[action_mask] of an "
             "EnvironmentRecipe."
         )
 
@@ -145,8 +145,8 @@ class AgentModule(PickleByValueMixin, Settings, ReportingModule):
         if not self.is_built:
             if specs is None:
                 raise RuntimeError(
-                    f"the networks are built from `trainer.datamodule.specs`, but the datamodule is "
-                    f"{type(self._data).__name__}; fit with one of our DataModules, or call `build(specs)` first"
+                    f"The networks are built from `trainer.datamodule.specs`, but the datamodule is "
+                    f"{type(self._data).__name__}. Fit with one of our DataModules, or call `build(specs)` first."
                 )
             with network_faults(self, specs):
                 self.build(specs, **data.build_options)
@@ -192,8 +192,8 @@ class AgentModule(PickleByValueMixin, Settings, ReportingModule):
         """Validate the states of optimizers that a subclass configures; Lightning loads them after this hook."""
         states, self._unchecked_states = self._unchecked_states, None
         if states is not None:
-            with _as_fault():
-                check_optimizer_states([copied_optimizer(each) for each in self.trainer.optimizers], states)
+            with _as_user_error():
+                check_optimizer_states([copy_optimizer(optimizer) for optimizer in self.trainer.optimizers], states)
 
     def check_optimizer_states(self, states: Any) -> bool:
         """Validate stored optimizer states by a trial step on a copy of the module.
@@ -207,16 +207,18 @@ class AgentModule(PickleByValueMixin, Settings, ReportingModule):
         if not type(self).configure_optimizers.__module__.startswith(f"{__name__.partition('.')[0]}."):
             return False
         trainer = self._trainer
-        trial = copy.deepcopy(self, {id(trainer): trainer})
-        with _as_fault():
-            check_optimizer_states(configured_optimizers(trial.configure_optimizers()), states)
+        copied = copy.deepcopy(self, {id(trainer): trainer})
+        with _as_user_error():
+            check_optimizer_states(flatten_optimizers(copied.configure_optimizers()), states)
         return True
 
     @staticmethod
     def require_built(network: T | None) -> T:
         """Return the network; raise RuntimeError if it is None."""
         if network is None:
-            raise RuntimeError("the networks do not exist yet; the trainer builds them, or call `build(specs)`")
+            raise RuntimeError(
+                "The networks are not built yet. The trainer builds them; without a trainer, call `build(specs)`."
+            )
         return network
 
     # -- optimizers -------------------------------------------------------------------------------------------------
@@ -229,32 +231,32 @@ class AgentModule(PickleByValueMixin, Settings, ReportingModule):
     ) -> list[torch.optim.Optimizer]:
         """Return one optimizer over all parameters, or separate optimizers of actor and critics."""
         self._groups = {}
-        main = self.optimizer or self._default_optimizer
+        factory = self.optimizer or self._default_optimizer
         if critic_optimizer is None:
-            built = [self.build_optimizer(main, "grad_norm", actor, critic)]
+            optimizers = [self.build_optimizer(factory, "grad_norm", actor, critic)]
         elif not actor:
             if self.optimizer is not None:
                 raise ValueError(
-                    f"optimizer must be None beside critic_optimizer, got {self.optimizer}: all parameters of "
-                    f"{type(self).__name__} are a critic's. Give one of them."
+                    f"optimizer must be None if critic_optimizer is set, got {self.optimizer}: all parameters of "
+                    f"{type(self).__name__} belong to the critic. Set only one of them."
                 )
-            built = [self.build_optimizer(critic_optimizer, "grad_norm", critic)]
+            optimizers = [self.build_optimizer(critic_optimizer, "grad_norm", critic)]
         else:
-            built = [
-                self.build_optimizer(main, "grad_norm", actor),
+            optimizers = [
+                self.build_optimizer(factory, "grad_norm", actor),
                 self.build_optimizer(critic_optimizer, "critic_grad_norm", critic),
             ]
-        rates = [group.get("lr") for optimizer in built for group in optimizer.param_groups]
-        needs = "an optimizer of that rate (optimizer and critic_optimizer have rates of their own)"
+        rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
+        needs = "an optimizer with this rate (optimizer and critic_optimizer have their own rates)"
         self.require_effect("learning_rate", self.learning_rate in rates, needs)
-        return built
+        return optimizers
 
     def build_optimizer(
-        self, factory: OptimizerFactory, norm: str, *parts: list[nn.Parameter]
+        self, factory: OptimizerFactory, norm_name: str, *parameter_lists: list[nn.Parameter]
     ) -> torch.optim.Optimizer:
         """Return an optimizer over the given parameter lists, and register it so that ``update`` steps it."""
-        optimizer = factory([parameter for part in parts for parameter in part])
-        self._groups[norm] = OptimizedParameters(optimizer, parts, self.unflattenable_parameters())
+        optimizer = factory([parameter for parameters in parameter_lists for parameter in parameters])
+        self._groups[norm_name] = OptimizedParameters(optimizer, parameter_lists, self.unflattenable_parameters())
         return optimizer
 
     def unflattenable_parameters(self) -> set[nn.Parameter]:
@@ -375,24 +377,24 @@ class TermsModule(AgentModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._update: Callable[[Any], Any] = autograd
+        self._update: Callable[[Any], Any] = no_analytic_update
 
     def on_train_start(self) -> None:
         """Select analytic gradients if they support this agent; they equal autograd up to float error."""
         super().on_train_start()
-        self._update = update_for(self) or autograd
+        self._update = update_for(self) or no_analytic_update
 
     def on_train_end(self) -> None:
         """Release the buffers of the analytic gradients."""
         super().on_train_end()
-        self._update = autograd
+        self._update = no_analytic_update
 
     def compute(self, batch: Any) -> Any:
         """Return ``losses`` of a batch, compiled if ``compile`` is set."""
         return compiled(type(self).losses)(self, batch) if self.compiled else self.losses(batch)
 
 
-def autograd(batch: Any) -> None:
+def no_analytic_update(batch: Any) -> None:
     """Return None, so that the caller uses :meth:`TermsModule.compute` and autograd."""
 
 
@@ -404,15 +406,15 @@ def _unscaled(plugin: Any, optimizers: list[Any]) -> Iterator[_UnscaledSteps]:
     optimizer would get another scale.
     """
     scaler = plugin.scaler
-    moving = [each.optimizer for each in optimizers if _has_gradients(each.optimizer)]
-    for optimizer in moving:
+    stepping = [optimizer.optimizer for optimizer in optimizers if _has_gradients(optimizer.optimizer)]
+    for optimizer in stepping:
         scaler.unscale_(optimizer)
     plugin.scaler = _UnscaledSteps(scaler)
     try:
         yield plugin.scaler
     finally:
         plugin.scaler = scaler
-    if moving:
+    if stepping:
         scaler.update()
 
 
@@ -437,7 +439,7 @@ class _UnscaledSteps:
 
 
 @contextmanager
-def _as_fault() -> Iterator[None]:
+def _as_user_error() -> Iterator[None]:
     try:
         yield
     except ValueError as error:

@@ -29,7 +29,7 @@ from torchrl_lightning.agents.networks.trunks import RecurrentTrunk, Trunk
 from torchrl_lightning.environments.policy_calls import recurrent_states
 
 ROWS = 2
-LARGEST_COPY = 50 << 20
+MAX_COPIED_BYTES = 50 << 20
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["tensordict"]))
 
@@ -39,19 +39,19 @@ class NetworkFault(UserError):
 
 
 @contextmanager
-def kept_generators() -> Iterator[None]:
+def preserved_rng_state() -> Iterator[None]:
     """Restore the global generators of torch (also on GPUs), NumPy and Python when the block ends."""
-    python, arrays, tensors = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     # Reading the states would initialise CUDA, and then processes cannot fork.
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(arrays)  # noqa: NPY002
-        torch.set_rng_state(tensors)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+        torch.set_rng_state(torch_state)
+        if cuda_states is not None:
+            torch.cuda.set_rng_state_all(cuda_states)
 
 
 @contextmanager
@@ -63,13 +63,17 @@ def network_faults(agent: Any, specs: Any) -> Iterator[None]:
         raise
     except Exception as error:
         network = LearnerApi.of(agent).network
-        described = network.described if isinstance(network, EncoderNetwork) else network
+        user_network = network.described if isinstance(network, EncoderNetwork) else network
         frames = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-        is_users = not type(described).__module__.startswith("torchrl_lightning.")
+        is_user_code = not type(user_network).__module__.startswith("torchrl_lightning.")
         # Compare types, because a trial builds the networks from a copy of the settings.
-        if described is None or not is_users or not any(type(each) is type(described) for each in frames):
+        if (
+            user_network is None
+            or not is_user_code
+            or not any(type(frame_self) is type(user_network) for frame_self in frames)
+        ):
             raise
-        raise _fault(agent, specs, "build its encoder", _described_error(error)) from error
+        raise _network_error(agent, specs, "build its encoder", _format_error(error)) from error
 
 
 def dry_run(agent: Any, specs: Any, device: torch.device | None = None, autocast: Any = None) -> None:
@@ -85,9 +89,9 @@ def dry_run(agent: Any, specs: Any, device: torch.device | None = None, autocast
     """
     size = sum(parameter.numel() * parameter.element_size() for parameter in agent.parameters())
     # A copy of a large network shares the parameters and computes no gradients, to save memory.
-    is_large = size > LARGEST_COPY
+    is_large = size > MAX_COPIED_BYTES
     shared = {id(parameter): parameter for parameter in agent.parameters()} if is_large else {}
-    with kept_generators():
+    with preserved_rng_state():
         try:
             copied = copy.deepcopy(agent, dict(shared))
         except Exception:  # running the original would change it, so skip a module that cannot be copied
@@ -99,11 +103,13 @@ def dry_run(agent: Any, specs: Any, device: torch.device | None = None, autocast
         # Compiling a user's encoder would take seconds.
         eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
         with eager, torch.device(device), autocast or nullcontext(), torch.set_grad_enabled(not is_large):
-            _run(copied, specs, device, with_gradients=not is_large)
+            _forward_and_backward(copied, specs, device, with_gradients=not is_large)
 
 
-def _run(agent: Any, specs: Any, device: torch.device, *, with_gradients: bool) -> None:
-    rows = {key: _rows(key, spec) for key, spec in specs.observation.items(True, True) if spec.dtype is not None}
+def _forward_and_backward(agent: Any, specs: Any, device: torch.device, *, with_gradients: bool) -> None:
+    rows = {
+        key: _plausible_rows(key, spec) for key, spec in specs.observation.items(True, True) if spec.dtype is not None
+    }
     step = TensorDict(rows, [ROWS])
     step = step.update({**recurrent_states(agent.policy, ROWS), "is_init": torch.zeros(ROWS, 1, dtype=torch.bool)})
     step = step.to(device)
@@ -116,28 +122,30 @@ def _run(agent: Any, specs: Any, device: torch.device, *, with_gradients: bool) 
         outputs = agent.network_outputs(step.clone())
         if with_gradients:
             loss = sum((output.float().mean() for output in outputs if output.requires_grad), torch.zeros(()))
-            learnt = [parameter for parameter in agent.parameters() if parameter.requires_grad]
+            parameters = [parameter for parameter in agent.parameters() if parameter.requires_grad]
             if loss.requires_grad:
-                torch.autograd.grad(loss, learnt, allow_unused=True)
+                torch.autograd.grad(loss, parameters, allow_unused=True)
     except Exception as error:
-        raise _fault(agent, specs, "run forward and backward in actor and critics", _described_error(error)) from error
+        raise _network_error(
+            agent, specs, "run forward and backward in actor and critics", _format_error(error)
+        ) from error
 
 
 def _encoders(agent: Any) -> Iterator[tuple[nn.Module, Sequence[NestedKey]]]:
     """Yield each trained observation encoder and the keys of its inputs."""
     children = [child for child in agent.children() if not isinstance(child, TargetNetworks)]
-    roots = [*children, *(part for part in (agent.policy, LearnerApi.of(agent).critic) if part is not None)]
-    seen: set[int] = set()
-    for part in (part for root in roots if isinstance(root, nn.Module) for part in root.modules()):
-        if isinstance(part, Trunk):
-            keys = part.observation_keys if isinstance(part, RecurrentTrunk) else part.in_keys
-        elif isinstance(part, ActionValue) and not part.encodes_action:
-            keys = part.observation_keys
+    roots = [*children, *(module for module in (agent.policy, LearnerApi.of(agent).critic) if module is not None)]
+    encoder_ids: set[int] = set()
+    for module in (module for root in roots if isinstance(root, nn.Module) for module in root.modules()):
+        if isinstance(module, Trunk):
+            keys = module.observation_keys if isinstance(module, RecurrentTrunk) else module.in_keys
+        elif isinstance(module, ActionValue) and not module.encodes_action:
+            keys = module.observation_keys
         else:
             continue
-        if id(part.encoder) not in seen:
-            seen.add(id(part.encoder))
-            yield part.encoder, keys
+        if id(module.encoder) not in encoder_ids:
+            encoder_ids.add(id(module.encoder))
+            yield module.encoder, keys
 
 
 def _check_encoder(
@@ -152,34 +160,34 @@ def _check_encoder(
     before = [(entry._version, entry.clone()) for entry in entries]
     shapes = ", ".join(str(list(entry.shape)) for entry in entries)
     call, width = f"{type(encoder).__name__}({shapes})", encoder.features
-    wanted = f"return features [*B, {width}], as its attribute features says"
-    learnt = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
-    gradients: Sequence[Tensor | None] = learnt
+    requirement = f"return features [*B, {width}], with the width in its attribute features"
+    parameters = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
+    gradients: Sequence[Tensor | None] = parameters
     try:
         features = encoder(*entries)
-        if with_gradients and learnt and isinstance(features, Tensor):
+        if with_gradients and parameters and isinstance(features, Tensor):
             total = features.float().sum()
-            gradients = torch.autograd.grad(total, learnt, allow_unused=True) if total.requires_grad else []
+            gradients = torch.autograd.grad(total, parameters, allow_unused=True) if total.requires_grad else []
     except Exception as error:
-        raise _fault(agent, specs, wanted, f"{_described_error(error)} from {call}") from error
+        raise _network_error(agent, specs, requirement, f"{_format_error(error)} from {call}") from error
     expected = (*shape, width)
     if not isinstance(features, Tensor) or features.shape != expected:
         got = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
-        raise _fault(agent, specs, f"return features {list(expected)} from {call}", str(got))
+        raise _network_error(agent, specs, f"return features {list(expected)} from {call}", str(got))
     dtype = next((parameter.dtype for parameter in agent.parameters()), torch.get_default_dtype())
     if features.dtype != dtype and not torch.is_autocast_enabled(features.device.type):
-        raise _fault(agent, specs, f"return features of {dtype} from {call}", str(features.dtype))
+        raise _network_error(agent, specs, f"return features of {dtype} from {call}", str(features.dtype))
     if any(
         entry._version != version or not torch.equal(entry, content)
         for entry, (version, content) in zip(entries, before, strict=True)
     ):
-        raise _fault(agent, specs, f"leave its inputs unchanged in {call}", "an in-place operation on them")
-    if not any(gradient is not None for gradient in gradients) and learnt:
-        advice = " Set requires_grad=False for parameters that are not to be trained."
-        raise _fault(agent, specs, f"give its parameters gradients in {call}", "none for any parameter", advice)
+        raise _network_error(agent, specs, f"leave its inputs unchanged in {call}", "an in-place operation on them")
+    if not any(gradient is not None for gradient in gradients) and parameters:
+        advice = " Set requires_grad=False for frozen parameters."
+        raise _network_error(agent, specs, f"give its parameters gradients in {call}", "none for any parameter", advice)
 
 
-def _fault(agent: Any, specs: Any, expected: str, got: str, advice: str = "") -> NetworkFault:
+def _network_error(agent: Any, specs: Any, expected: str, got: str, advice: str = "") -> NetworkFault:
     network = LearnerApi.of(agent).network
     network = network.described if isinstance(network, EncoderNetwork) else network
     entries = ", ".join(
@@ -193,7 +201,7 @@ def _fault(agent: Any, specs: Any, expected: str, got: str, advice: str = "") ->
     )
 
 
-def _described_error(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     """Return an exception in one line, with the last line of user code in its traceback."""
     text = " ".join(str(error).split())[:300].rstrip(".")
     calls = [
@@ -204,7 +212,7 @@ def _described_error(error: Exception) -> str:
     return f"{type(error).__name__}: {text}{calls[-1] if calls else ''}"
 
 
-def _rows(key: NestedKey, spec: TensorSpec) -> Tensor:
+def _plausible_rows(key: NestedKey, spec: TensorSpec) -> Tensor:
     """Return rows of plausible values; the spec's own samples could be infinite."""
     if key == ACTION_MASK:
         return torch.ones(ROWS, *spec.shape, dtype=spec.dtype)

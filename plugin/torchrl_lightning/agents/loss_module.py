@@ -23,8 +23,8 @@ from torchrl_lightning.agents.networks.network_protocol import Network, describe
 
 STATE = "target_updater"
 # Names of the acting network in TorchRL's losses, in order of preference.
-_ACTING = ("actor_network", "value_network", "local_value_network")
-_CRITICS = ("qvalue_network", "value_network")  # names of the critics beside an actor
+_ACTING_NETWORKS = ("actor_network", "value_network", "local_value_network")
+_CRITIC_NETWORKS = ("qvalue_network", "value_network")  # names of the critics beside an actor
 
 
 class LossModuleAgent(AgentModule):
@@ -90,12 +90,12 @@ class LossModuleAgent(AgentModule):
         super().__post_init__()
         if self.networks is not None and self.network.recurrent:
             raise TypeError(
-                f"the networks of TorchRL's losses keep no recurrent states; take an MLPNetwork, or a CNNNetwork, got "
-                f"{type(self.network).__name__}"
+                f"network must not be recurrent with TorchRL's losses, got a {type(self.network).__name__}. Use an "
+                "MLPNetwork or a CNNNetwork."
             )
         self.updater: TargetNetUpdater | None = None
         if isinstance(self.loss, LossModule):
-            self._adopt(self.loss)
+            self._set_loss(self.loss)
 
     @property
     def is_built(self) -> bool:
@@ -105,54 +105,62 @@ class LossModuleAgent(AgentModule):
     def build(self, specs: Any) -> Self:
         """Build the loss for an environment's specs and return the module; a second call does nothing."""
         if not isinstance(self.loss, LossModule):
-            loss = self.loss(specs) if self.networks is None else self._over_networks(specs, self.networks)
+            loss = self.loss(specs) if self.networks is None else self._build_loss(specs, self.networks)
             if not isinstance(loss, LossModule):
-                raise TypeError(f"loss gave {type(loss).__name__}; expected one of torchrl.objectives' LossModules.")
-            self._adopt(loss)
+                raise TypeError(f"loss must return a LossModule of torchrl.objectives, got a {type(loss).__name__}.")
+            self._set_loss(loss)
         return self
 
     def network_outputs(self, step: TensorDictBase) -> list[Tensor]:
         """Return the outputs of the loss's policy and critic; empty if ``policy`` is set."""
         if self.acting is not None:
             return []
-        written = self.policy(step)
+        outputs = self.policy(step)
         if self.critic is not None:
-            written = self.critic(written)
-        return [value for value in written.values(True, True) if isinstance(value, Tensor)]
+            outputs = self.critic(outputs)
+        return [value for value in outputs.values(True, True) if isinstance(value, Tensor)]
 
     def try_networks(self, specs: Any, trainer: Any) -> None:
         """Run a copy of the networks forward and backward if ``networks`` is set; see :class:`AgentModule`."""
         if self.networks is not None:
             super().try_networks(specs, trainer)
 
-    def _over_networks(self, specs: Any, builders: Mapping[str, Callable[[Any, Network], nn.Module]]) -> Any:
-        make: Any = self.loss
-        called, given = (make.func, make.keywords) if isinstance(make, partial) else (make, dict[str, Any]())
-        taken = inspect.signature(called).parameters
-        count = given.get("num_qvalue_nets", taken["num_qvalue_nets"].default if "num_qvalue_nets" in taken else 2)
+    def _build_loss(self, specs: Any, builders: Mapping[str, Callable[[Any, Network], nn.Module]]) -> Any:
+        loss_factory: Any = self.loss
+        loss_class, bound = (
+            (loss_factory.func, loss_factory.keywords)
+            if isinstance(loss_factory, partial)
+            else (loss_factory, dict[str, Any]())
+        )
+        signature = inspect.signature(loss_class).parameters
+        num_critics = bound.get(
+            "num_qvalue_nets", signature["num_qvalue_nets"].default if "num_qvalue_nets" in signature else 2
+        )
         try:
             networks = {
-                name: [build(specs, self.network) for _ in range(count)]
+                name: [build(specs, self.network) for _ in range(num_critics)]
                 if name == "qvalue_network"
                 else build(specs, self.network)
                 for name, build in builders.items()
             }
         except TypeError as error:
-            raise TypeError(f"{called.__name__} does not fit this environment: {error}") from error
-        known = {"action_space": specs.action, "action_spec": specs.action}
-        if "num_actions" in taken:
-            known["num_actions"] = int(specs.action.space.n)
-        if "gamma" in taken and taken["gamma"].default is inspect.Parameter.empty:
-            known["gamma"] = 0.99 if self.gamma is None else self.gamma
-        known = {name: value for name, value in known.items() if name in taken and name not in given}
+            raise TypeError(f"{loss_class.__name__} does not fit this environment: {error}") from error
+        arguments = {"action_space": specs.action, "action_spec": specs.action}
+        if "num_actions" in signature:
+            arguments["num_actions"] = int(specs.action.space.n)
+        if "gamma" in signature and signature["gamma"].default is inspect.Parameter.empty:
+            arguments["gamma"] = 0.99 if self.gamma is None else self.gamma
+        arguments = {name: value for name, value in arguments.items() if name in signature and name not in bound}
         with warnings.catch_warnings():  # some TorchRL losses lack annotations
             warnings.filterwarnings("ignore", "The name .* wasn't part of the annotations")
-            return make(**networks, **known)
+            return loss_factory(**networks, **arguments)
 
-    def _adopt(self, loss: LossModule) -> None:
+    def _set_loss(self, loss: LossModule) -> None:
         unknown = [name for name in self.minimised or () if name not in loss.out_keys]
         if unknown:
-            raise ValueError(f"minimised={unknown} are none of what {type(loss).__name__} gives: {loss.out_keys}")
+            raise ValueError(
+                f"minimised={unknown} must be entries of {type(loss).__name__}, which are {loss.out_keys}."
+            )
         # TorchRL's losses build these at first use, but a checkpoint must find them when it is loaded.
         if self.gamma is not None and loss.default_value_estimator is not None:
             loss.make_value_estimator(gamma=self.gamma)
@@ -161,21 +169,23 @@ class LossModuleAgent(AgentModule):
         _ = getattr(loss, "target_entropy", None)
         network = _acting_network(loss)
         if network is None and not isinstance(self.acting, nn.Module):
-            raise TypeError(f"{type(loss).__name__} has none of {', '.join(_ACTING)}; give the policy that acts.")
+            raise TypeError(
+                f"policy must be set, because {type(loss).__name__} has none of {', '.join(_ACTING_NETWORKS)}."
+            )
         if self.acting is not None and not isinstance(self.acting, nn.Module):
             self.acting = self.acting(network)
         # Not registered, so that a state dict contains the networks once, in the loss. A policy's additional modules
         # are registered with `acting`.
         set_unregistered(
-            self, _policy=network if self.acting is None else self.acting, _critic=_network(loss, "critic_network")
+            self, _policy=network if self.acting is None else self.acting, _critic=_find_network(loss, "critic_network")
         )
         # check_weights() builds the loss on the meta device, and a target updater needs real parameters.
-        has_memory = not any(each.is_meta for each in loss.parameters())
-        self.updater = self.target_updater(loss) if self.target_updater is not None and has_memory else None
+        is_allocated = not any(parameter.is_meta for parameter in loss.parameters())
+        self.updater = self.target_updater(loss) if self.target_updater is not None and is_allocated else None
         self.loss = loss
 
     @property
-    def _built(self) -> LossModule:
+    def _built_loss(self) -> LossModule:
         return self.require_built(self.loss if isinstance(self.loss, LossModule) else None)
 
     @property
@@ -191,9 +201,15 @@ class LossModuleAgent(AgentModule):
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         """Return one optimizer over the loss's parameters, and a second one for the critics if they have their own."""
-        learnt = {name: each for name, each in self._built.named_parameters() if each.requires_grad}
-        critics = [each for name, each in learnt.items() if self.critic_optimizer and name.startswith(_CRITICS)]
-        others = [each for each in learnt.values() if not any(each is critic for critic in critics)]
+        parameters = {
+            name: parameter for name, parameter in self._built_loss.named_parameters() if parameter.requires_grad
+        }
+        critics = [
+            parameter
+            for name, parameter in parameters.items()
+            if self.critic_optimizer and name.startswith(_CRITIC_NETWORKS)
+        ]
+        others = [parameter for parameter in parameters.values() if not any(parameter is critic for critic in critics)]
         return self.build_optimizers(others, critics, self.critic_optimizer)
 
     def unflattenable_parameters(self) -> set[nn.Parameter]:
@@ -212,36 +228,36 @@ class LossModuleAgent(AgentModule):
         if self.updater is not None and STATE in checkpoint:
             self.updater.load_state_dict(checkpoint[STATE])
 
-    def _is_meant(self, name: str) -> bool:
+    def _is_selected(self, name: str) -> bool:
         return self.minimised is None or name in self.minimised or not name.startswith("loss")
 
     def training_step(self, batch: TensorDictBase | UpdateBatches, batch_idx: int) -> None:
         """Make one update on each batch of this step; the loss may write into the batches."""
-        for number, part in enumerate(updates_of(batch)):
-            steps = part.get("steps_to_next_obs", None)
-            if steps is not None and steps.ndim == part.ndim:  # TorchRL expects the shape of the reward
-                part.set("steps_to_next_obs", steps.unsqueeze(-1))
-            terms = self._built(part)
+        for number, minibatch in enumerate(updates_of(batch)):
+            steps = minibatch.get("steps_to_next_obs", None)
+            if steps is not None and steps.ndim == minibatch.ndim:  # TorchRL expects the shape of the reward
+                minibatch.set("steps_to_next_obs", steps.unsqueeze(-1))
+            outputs = self._built_loss(minibatch)
             scalars = {
                 name: value
-                for name, value in terms.items()
-                if isinstance(value, Tensor) and value.numel() == 1 and self._is_meant(name)
+                for name, value in outputs.items()
+                if isinstance(value, Tensor) and value.numel() == 1 and self._is_selected(name)
             }
             self.minimise(scalars, inner=number > 0)
             if self.updater is not None:
                 self.updater.step()
 
 
-def _network(loss: LossModule, *names: str) -> Any:
+def _find_network(loss: LossModule, *names: str) -> Any:
     """Return the loss's first network with one of these names, with the trained parameters, or None."""
-    found = next((name for name in names if name in loss.__dict__ or name in dict(loss.named_children())), None)
-    return None if found is None else loss.get_stateful_net(found)
+    name = next((name for name in names if name in loss.__dict__ or name in dict(loss.named_children())), None)
+    return None if name is None else loss.get_stateful_net(name)
 
 
 def _acting_network(loss: LossModule) -> Any:
     """Return the acting network or None; a functional loss returns a copy that writes only the entries of a step."""
     # Random warm-up steps have neither distribution parameters nor the values of all actions, so omit them here too.
-    network, keys = _network(loss, *_ACTING), loss.tensor_keys
+    network, keys = _find_network(loss, *_ACTING_NETWORKS), loss.tensor_keys
     if network is not None and loss.functional:
         # On-policy losses read the action's log-probability; losses with a Q-network sample their own actions.
         on_policy = "qvalue_network" not in loss.__dict__

@@ -26,13 +26,12 @@ from torchrl_lightning.agents.networks.exploration import ExploringPolicy
 from torchrl_lightning.agents.networks.network_protocol import Network, described_network
 from torchrl_lightning.agents.networks.target_networks import TargetNetworks
 from torchrl_lightning.agents.networks.trunks import RecurrentTrunk
-from torchrl_lightning.agents.recurrent import encode_sequence, refreshed_states
+from torchrl_lightning.agents.recurrent import encode_sequence, recompute_states
 from torchrl_lightning.agents.transitions import Entries, Transitions, read_transitions
 from torchrl_lightning.environments.masks import action_mask
 
 STATE = "off_policy"
-# Input key of networks behind a memory. ``features`` is taken: these networks' own trunks write it.
-Terms = dict[str, Tensor]
+LossTerms = dict[str, Tensor]
 
 
 class OffPolicyModule(TermsModule):
@@ -42,8 +41,8 @@ class OffPolicyModule(TermsModule):
     ``targets`` holds a target network for each name in ``followed``. A training step writes the absolute TD errors into
     the batch as ``td_error``. It uses the entries ``priority_weight``, ``mask``, ``gamma`` and ``steps_to_next_obs``.
     With a ``RecurrentNetwork``, batches are sequences ``[B, T]`` with stored recurrent states. Subclasses build the
-    networks and return the loss in ``losses``, with the functions of :mod:`torchrl_lightning.agents.losses`. If the
-    networks are perceptrons on one CPU, our agents compute gradients without autograd, equal up to float error.
+    networks and return the loss in ``losses``, with the functions of :mod:`torchrl_lightning.agents.loss_functions`.
+    If the networks are perceptrons on one CPU, our agents compute gradients without autograd, equal up to float error.
 
     Args:
         network: Network in front of the heads; two layers of 256 rectified units by default.
@@ -83,8 +82,8 @@ class OffPolicyModule(TermsModule):
         super().__post_init__()
         if self.refresh_states and not self.network.recurrent:
             raise ValueError(
-                f"refresh_states=True needs a RecurrentNetwork, but the network is a {type(self.network).__name__}, "
-                "which has no states; leave it out"
+                f"refresh_states must be False without a RecurrentNetwork, got True with a "
+                f"{type(self.network).__name__}. Leave it out."
             )
         if getattr(self.network, "shared", False) and not getattr(type(self.network), "shared", True):
             raise ValueError(
@@ -97,7 +96,7 @@ class OffPolicyModule(TermsModule):
         self.targets: TargetNetworks | None = None
         self._keys: list[NestedKey] = []
         self._state_keys: list[NestedKey] = []
-        self._rewritten: tuple[TensorDictBase | None, list[NestedKey]] = None, []
+        self._rewritten_entries: tuple[TensorDictBase | None, list[NestedKey]] = None, []
 
     @abstractmethod
     def build_networks(self, specs: Any, network: Network) -> ExploringPolicy:
@@ -135,8 +134,8 @@ class OffPolicyModule(TermsModule):
                 memory: Any = network.trunk(keys, entries)
                 self.memory, self._state_keys = memory, list(memory.state_keys)
                 # The agent's own networks read the memory's features as if they were the environment's observations.
-                shown = Composite({MEMORY_FEATURES: Unbounded(memory.features)})
-                specs = SimpleNamespace(observation=shown, action=specs.action)
+                features_spec = Composite({MEMORY_FEATURES: Unbounded(memory.features)})
+                specs = SimpleNamespace(observation=features_spec, action=specs.action)
                 network = MLPNetwork(list(network.head_sizes), network.activation)
             policy = self.build_networks(specs, network)
             # Not registered, because the state dict already holds the networks as attributes of this module.
@@ -151,7 +150,7 @@ class OffPolicyModule(TermsModule):
         """The policy: it explores, or exploits under ``ExplorationType.DETERMINISTIC``."""
         return self.require_built(self._policy)
 
-    def observed(self, step: TensorDictBase) -> Entries:
+    def network_inputs(self, step: TensorDictBase) -> Entries:
         """Return the input of actor and critics for observations ``[B]``: the entries, or the memory's features."""
         entries = [step.get(key) for key in self._keys]
         if self.memory is None:
@@ -180,9 +179,9 @@ class OffPolicyModule(TermsModule):
     def follow_schedules(self) -> None:
         """Set learning rates and exploration from the frames, so that a resumed run has the same values."""
         super().follow_schedules()
-        self.explore()
+        self.update_exploration()
 
-    def explore(self) -> None:
+    def update_exploration(self) -> None:
         """Set the policy's amount of exploration from the number of collected frames."""
         assert self._policy is not None
         self._policy.amount.fill_(self.exploration(self.frames))
@@ -191,24 +190,24 @@ class OffPolicyModule(TermsModule):
 
     def training_step(self, batch: TensorDictBase | UpdateBatches, batch_idx: int) -> None:
         """Update on each batch of this step and write the TD errors into it."""
-        for number, part in enumerate(updates_of(batch)):
-            transitions = read_transitions(part, self._keys, self.gamma, self._state_keys, masked=self.masked)
+        for number, minibatch in enumerate(updates_of(batch)):
+            transitions = read_transitions(minibatch, self._keys, self.gamma, self._state_keys, masked=self.masked)
             terms, errors = self._update(transitions) or self.compute(transitions)
             states = None
             if self.memory is not None and self.refresh_states:
-                states = refreshed_states(transitions, self.memory)
+                states = recompute_states(transitions, self.memory)
             self.minimise(terms, inner=number > 0)
             self.updates += 1
             if self.updates % self.target_interval == 0 and self.targets is not None:
                 self.targets.follow(self.tau)
-            part.set("td_error", errors)
+            minibatch.set("td_error", errors)
             if states is not None:
-                self._rewrite(part, states)
-            self.explore()
+                self._write_states(minibatch, states)
+            self.update_exploration()
 
-    def _rewrite(self, batch: TensorDictBase, states: tuple[Entries, Entries]) -> None:
+    def _write_states(self, batch: TensorDictBase, states: tuple[Entries, Entries]) -> None:
         """Write refreshed states into a batch; write the next states only for stored keys and one-step transitions."""
-        written: list[NestedKey] = []
+        written_keys: list[NestedKey] = []
         levels: list[tuple[str, ...]] = [()] if "steps_to_next_obs" in batch else [(), ("next",)]
         for prefix, values in zip(levels, states, strict=False):
             for key, value in zip(self._state_keys, values, strict=True):
@@ -216,25 +215,25 @@ class OffPolicyModule(TermsModule):
                 stored = batch.get(path, None)
                 if stored is not None:
                     batch.set(path, value.to(stored.dtype))
-                    written.append(path)
-        self._rewritten = batch, written
+                    written_keys.append(path)
+        self._rewritten_entries = batch, written_keys
 
     def rewritten_keys(self, batch: TensorDictBase) -> list[NestedKey]:
         """Return the keys that the training step has rewritten in a batch, for the buffer to store."""
-        rewritten, keys = self._rewritten
-        return keys if batch is rewritten else []
+        rewritten_batch, keys = self._rewritten_entries
+        return keys if batch is rewritten_batch else []
 
-    def compute(self, batch: Transitions) -> tuple[Terms, Tensor]:
+    def compute(self, batch: Transitions) -> tuple[LossTerms, Tensor]:
         """Return ``losses`` of a batch, compiled if configured; a memory first replaces the batch's observations."""
         targets = self.require_built(self.targets)
         with targets.evaluation:
             if self.memory is not None:
                 batch = encode_sequence(batch, self.memory, targets.memory)
-            computed: tuple[Terms, Tensor] = super().compute(batch)
-            return computed
+            outputs: tuple[LossTerms, Tensor] = super().compute(batch)
+            return outputs
 
     @abstractmethod
-    def losses(self, batch: Transitions) -> tuple[Terms, Tensor]:
+    def losses(self, batch: Transitions) -> tuple[LossTerms, Tensor]:
         """Return scalar losses (``loss_...``) and diagnostics, and the absolute errors ``[*B]``."""
 
     def report(self) -> dict[str, float]:
@@ -252,7 +251,7 @@ class OffPolicyModule(TermsModule):
         """Restore this state; raise an error for another environment, a KeyError for another kind of module."""
         super().on_load_checkpoint(checkpoint)
         if STATE not in checkpoint:
-            raise KeyError(f"the checkpoint has no {STATE!r}: it was not written by an off-policy module")
+            raise KeyError(f"the checkpoint has no entry {STATE!r}, because an off-policy module did not write it")
         state = checkpoint[STATE]
         self.policy.amount.fill_(state["exploration"])
         self.updates = int(state["updates"])

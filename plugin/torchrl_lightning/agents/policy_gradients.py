@@ -12,8 +12,8 @@ from torch import Tensor
 from torchrl_lightning._core.keys import REPLAYED
 from torchrl_lightning._core.protocols import DataApi
 from torchrl_lightning._core.settings import Finite, NotNegative, Positive, Switch
-from torchrl_lightning.agents.actor_critic import ActorCriticModule, require
-from torchrl_lightning.agents.losses import clipped_surrogate_loss, kl_estimate, policy_gradient_loss
+from torchrl_lightning.agents.actor_critic import ActorCriticModule, required_entry
+from torchrl_lightning.agents.loss_functions import clipped_surrogate_loss, kl_estimate, policy_gradient_loss
 from torchrl_lightning.agents.metrics import train_names
 from torchrl_lightning.agents.schedules import Schedule, as_schedule
 
@@ -74,9 +74,9 @@ class EntropyModule(ActorCriticModule):
     def entropy_terms(self, entropy: Tensor) -> dict[str, Tensor]:
         """Return the entropy bonus as a loss, without a gradient if its weight is 0, and the entropy."""
         mean = entropy.mean()
-        weighs = self._coefficients["entropy_coeff"][0] != 0.0
+        has_weight = self._coefficients["entropy_coeff"][0] != 0.0
         return {
-            "loss_entropy": -self.get_buffer("entropy_coeff") * (mean if weighs else mean.detach()),
+            "loss_entropy": -self.get_buffer("entropy_coeff") * (mean if has_weight else mean.detach()),
             "entropy": mean.detach(),
         }
 
@@ -167,10 +167,10 @@ class PPOModule(EntropyModule):
         """Validate the settings against the data, and warn about settings without effect."""
         super().setup(stage)
         data = DataApi.of(self._data)
-        replays = getattr(data.buffer, "replay", None) is not None  # replayed steps make the ratio differ from 1
+        has_replay = getattr(data.buffer, "replay", None) is not None  # replayed steps make the ratio differ from 1
         value, schedule = self._coefficients["clip_epsilon"]
-        usual = self.settings_of_class["clip_epsilon"].default, as_schedule("constant")
-        if stage == "fit" and (value, schedule) != usual and _learns_once(data) and not replays:
+        default = self.settings_of_class["clip_epsilon"].default, as_schedule("constant")
+        if stage == "fit" and (value, schedule) != default and _learns_once(data) and not has_replay:
             logger.warning(
                 "clip_epsilon=%s and clip_schedule=%s have no effect with one update of each rollout (num_epochs=1, "
                 "num_mini_batch=1): the probability ratio is 1 before that update. Raise num_epochs or num_mini_batch.",
@@ -180,35 +180,35 @@ class PPOModule(EntropyModule):
 
     def misfit(self, data: Any) -> str | None:
         """Return an error message if a setting does not fit the DataModule's rollouts, else None."""
-        abilities = DataApi.of(data)
-        if _learns_once(abilities):
+        data_api = DataApi.of(data)
+        if _learns_once(data_api):
             for name, value in (("target_kl", self.target_kl), ("clip_value", self.clip_value)):
                 if value is not None:
                     return (
-                        f"{name} must be None with one update of each rollout, got {value}: nothing has changed before "
-                        "that update. Raise num_epochs or num_mini_batch, or leave it out."
+                        f"{name} must be None with one update of each rollout, got {value}: the networks have not "
+                        "changed before that update. Raise num_epochs or num_mini_batch, or leave it out."
                     )
-        standardized_by = abilities.advantages_standardized_by if self.normalize_advantage is False else None
+        standardized_by = data_api.advantages_standardized_by if self.normalize_advantage is False else None
         if standardized_by is None:
             return super().misfit(data)
         return (
-            f"normalize_advantage=False, but {standardized_by} has standardised the advantages over each rollout. "
-            "Give the buffer standardize_advantages=False (data.buffer.standardize_advantages=false), or leave "
-            "normalize_advantage at None."
+            f"normalize_advantage must not be False, because {standardized_by} standardises the advantages over each "
+            "rollout. Set standardize_advantages=False in the buffer (data.buffer.standardize_advantages=false), or "
+            "leave normalize_advantage at None."
         )
 
     def losses(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Return the clipped objective, entropy bonus, critic's losses, KL estimates and clip fraction."""
         log_prob, entropy, values = self.evaluate(batch)
-        log_ratio = log_prob - require(batch, "action_log_prob")
-        moved = log_ratio.detach()
+        log_ratio = log_prob - required_entry(batch, "action_log_prob")
+        detached = log_ratio.detach()
         return {
             "loss_objective": clipped_surrogate_loss(log_ratio, self.advantage(batch), self.clip_epsilon),
             **self.entropy_terms(entropy),
             **self.critic_terms(batch, values),
-            "kl_approx": mean_over_agent_steps(kl_estimate(moved), batch),
-            "kl_approx_k1": -mean_over_agent_steps(moved, batch),
-            "clip_fraction": mean_over_agent_steps((moved.expm1().abs() > self.clip_epsilon).float(), batch),
+            "kl_approx": mean_over_agent_steps(kl_estimate(detached), batch),
+            "kl_approx_k1": -mean_over_agent_steps(detached, batch),
+            "clip_fraction": mean_over_agent_steps((detached.expm1().abs() > self.clip_epsilon).float(), batch),
         }
 
     def should_stop(self, terms: Mapping[str, Tensor]) -> bool:
@@ -232,5 +232,5 @@ def mean_over_agent_steps(values: Tensor, batch: TensorDictBase) -> Tensor:
     replayed = batch.get(REPLAYED, None)
     if replayed is None:
         return values.mean()
-    own = ~replayed.reshape(values.shape)
-    return values.where(own, 0.0).sum() / own.sum().clamp(min=1)
+    is_agent_step = ~replayed.reshape(values.shape)
+    return values.where(is_agent_step, 0.0).sum() / is_agent_step.sum().clamp(min=1)

@@ -21,11 +21,11 @@ from torchrl_lightning._core.settings import (
     setting,
 )
 from torchrl_lightning.agents.base import OptimizerFactory
-from torchrl_lightning.agents.losses import (
+from torchrl_lightning.agents.loss_functions import (
     Distance,
     double_q_value,
     margin_loss,
-    smoothed,
+    smooth_action,
     soft_value,
     temperature_loss,
     value_of_action,
@@ -41,7 +41,7 @@ from torchrl_lightning.agents.networks.exploration import (
 from torchrl_lightning.agents.networks.network_protocol import Network, described_network
 from torchrl_lightning.agents.networks.q_networks import ActionValue, CriticEnsemble, build_q_network
 from torchrl_lightning.agents.networks.squashed import build_deterministic_actor, build_squashed_actor
-from torchrl_lightning.agents.off_policy import OffPolicyModule, Terms
+from torchrl_lightning.agents.off_policy import LossTerms, OffPolicyModule
 from torchrl_lightning.agents.transitions import Transitions
 from torchrl_lightning.environments.masks import allowed_values
 
@@ -103,17 +103,17 @@ class DQNModule(OffPolicyModule):
 
     def misfit(self, data: Any) -> str | None:
         """Return an error message if a setting needs workers or demonstrations that the DataModule lacks, else None."""
-        abilities = DataApi.of(data)
-        if self.epsilon_spread and abilities.make_collector is None:
+        data_api = DataApi.of(data)
+        if self.epsilon_spread and data_api.make_collector is None:
             return (
-                f"epsilon_spread must be 0 without collector=, got {self.epsilon_spread}: it is by how much the "
-                "workers of a collector differ, and here there is one. Leave it out, or give data.collector=."
+                f"epsilon_spread must be 0 without collector=, got {self.epsilon_spread}: it needs a collector with "
+                "workers. Leave it out, or set data.collector=."
             )
-        if not self.margin_coeff or abilities.dataset_share is not None:
+        if not self.margin_coeff or data_api.dataset_share is not None:
             return super().misfit(data)
         return (
-            f"margin_coeff={self.margin_coeff} weighs demonstrations in each batch, but no share of it is theirs; give "
-            "data.dataset= and data.dataset_share= (of a ReplayDataModule), or leave it out."
+            f"margin_coeff must be 0 without demonstrations in each batch, got {self.margin_coeff}. Set data.dataset= "
+            "and data.dataset_share= (of a ReplayDataModule), or leave it out."
         )
 
     def build_networks(self, specs: Any, network: Network) -> EpsilonGreedyPolicy:
@@ -123,29 +123,29 @@ class DQNModule(OffPolicyModule):
 
     def network_outputs(self, step: TensorDictBase) -> list[Tensor]:
         """Return the action values."""
-        return [self.q_network.values(self.observed(step))]
+        return [self.q_network.values(self.network_inputs(step))]
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Return all parameters as ``critic``."""
         return {"critic": [*self.q_network.parameters(), *self.memory_parameters()]}
 
-    def losses(self, batch: Transitions) -> tuple[Terms, Tensor]:
+    def losses(self, batch: Transitions) -> tuple[LossTerms, Tensor]:
         """Return the loss, the mean value and the optional margin loss, and the absolute errors ``[*B]``."""
         network, targets = self.q_network, self.require_built(self.targets)
-        every, one_hot = network.values(batch.now), network.action_space == "one_hot"
-        values = value_of_action(every, batch.action, one_hot=one_hot)
+        all_values, one_hot = network.values(batch.now), network.action_space == "one_hot"
+        values = value_of_action(all_values, batch.action, one_hot=one_hot)
         with torch.no_grad():
-            after = targets.q_network.values(batch.after_target)
-            chooser = network.values(batch.after) if self.double_q else after
+            target_values = targets.q_network.values(batch.after_target)
+            selector = network.values(batch.after) if self.double_q else target_values
             if batch.allowed is not None:
-                chooser = allowed_values(chooser, batch.allowed)
-            target = batch.target(double_q_value(after, chooser) if self.double_q else chooser.amax(-1))
+                selector = allowed_values(selector, batch.allowed)
+            target = batch.target(double_q_value(target_values, selector) if self.double_q else selector.amax(-1))
         loss, error = batch.td_loss(values, target, self.loss_function)
         terms = {"loss_value": loss, "value": batch.mean(values.detach())}
         if self.margin_coeff:
             assert batch.source is not None  # misfit() has checked it
-            behind = margin_loss(every, batch.action, self.margin, one_hot=one_hot)
-            terms["loss_margin"] = self.margin_coeff * batch.mean(torch.where(batch.source > 0, behind, 0.0))
+            margin_losses = margin_loss(all_values, batch.action, self.margin, one_hot=one_hot)
+            terms["loss_margin"] = self.margin_coeff * batch.mean(torch.where(batch.source > 0, margin_losses, 0.0))
         return terms, error
 
     def exploration(self, frames: int) -> float:
@@ -199,7 +199,10 @@ class SACModule(OffPolicyModule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.alpha_optimizer is not None and not self.learn_alpha:
-            raise ValueError("alpha_optimizer has nothing to learn with learn_alpha=False; leave one of them out")
+            raise ValueError(
+                f"alpha_optimizer must be None with learn_alpha=False, got {self.alpha_optimizer!r}. Leave one of them "
+                "out."
+            )
         self.require_effect("target_entropy", self.learn_alpha, "learn_alpha=True")
         log_alpha = torch.tensor(math.log(self.alpha), dtype=torch.float32)
         if self.learn_alpha:
@@ -217,7 +220,7 @@ class SACModule(OffPolicyModule):
 
     def network_outputs(self, step: TensorDictBase) -> list[Tensor]:
         """Return the log-probabilities of sampled actions, and the critics' values of these actions."""
-        entries, actor = self.observed(step), self.actor_network
+        entries, actor = self.network_inputs(step), self.actor_network
         action, log_prob = actor.head.rsample(actor.head(actor.trunk.encoder(*entries)))
         return [log_prob, self.critics(entries, action)]
 
@@ -237,20 +240,20 @@ class SACModule(OffPolicyModule):
         if not isinstance(self.log_alpha, nn.Parameter):
             self.log_alpha.fill_(math.log(self.alpha))
 
-    def losses(self, batch: Transitions) -> tuple[Terms, Tensor]:
+    def losses(self, batch: Transitions) -> tuple[LossTerms, Tensor]:
         """Return losses and diagnostics, and the maximum absolute errors of the critics ``[*B]``."""
         encoder, head, critics = self.actor_network.trunk.encoder, self.actor_network.head, self.critics
         alpha = self.log_alpha.detach().exp()
         with torch.no_grad():
             action, log_prob = head.rsample(head(encoder(*batch.after)))
-            after = self.require_built(self.targets).critics(batch.after_target, action)
-            target = batch.target(soft_value(after, log_prob, alpha))
+            next_values = self.require_built(self.targets).critics(batch.after_target, action)
+            target = batch.target(soft_value(next_values, log_prob, alpha))
         values = critics(batch.now, batch.action)
         loss, error = batch.td_loss(values, target, self.loss_function)
-        now = batch.fixed
+        now = batch.detached
         action, log_prob = head.rsample(head(encoder(*now)))
-        gain = soft_value(critics.judge(now, action), log_prob, alpha)
-        terms = {"loss_qvalue": loss, "loss_actor": -batch.mean(gain)}
+        soft_values = soft_value(critics.judge(now, action), log_prob, alpha)
+        terms = {"loss_qvalue": loss, "loss_actor": -batch.mean(soft_values)}
         if isinstance(self.log_alpha, nn.Parameter):
             terms["loss_alpha"] = batch.mean(temperature_loss(self.log_alpha, log_prob, self.target_entropy or 0.0))
         with torch.no_grad():
@@ -312,7 +315,7 @@ class TD3Module(OffPolicyModule):
         self.require_effect("noise_frames", end != self.noise, "a noise_end that differs from noise")
         self.require_effect("noise_clip", self.policy_noise, "policy_noise")
         self.deviation = FramesDecay(self.noise, end, self.noise_frames)
-        self._moves_actor = True
+        self._updates_actor = True
 
     def build_networks(self, specs: Any, network: Network) -> NoisyPolicy:
         """Build actor, critics and policy."""
@@ -322,7 +325,7 @@ class TD3Module(OffPolicyModule):
 
     def network_outputs(self, step: TensorDictBase) -> list[Tensor]:
         """Return the critics' values of the actor's actions."""
-        entries, actor = self.observed(step), self.actor_network
+        entries, actor = self.network_inputs(step), self.actor_network
         return [self.critics(entries, actor.head(actor.trunk.encoder(*entries)))]
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
@@ -332,38 +335,38 @@ class TD3Module(OffPolicyModule):
             "critic": [*self.critics.parameters(), *self.memory_parameters()],
         }
 
-    def compute(self, batch: Transitions) -> tuple[Terms, Tensor]:
+    def compute(self, batch: Transitions) -> tuple[LossTerms, Tensor]:
         """Return ``losses``; they contain the policy's loss only at every ``target_interval``-th update."""
         self.is_actor_update()
         return super().compute(batch)
 
     def is_actor_update(self) -> bool:
         """Return whether this update also updates the policy, and store the result for ``losses``."""
-        self._moves_actor = (self.updates + 1) % self.target_interval == 0
-        return self._moves_actor
+        self._updates_actor = (self.updates + 1) % self.target_interval == 0
+        return self._updates_actor
 
-    def losses(self, batch: Transitions) -> tuple[Terms, Tensor]:
+    def losses(self, batch: Transitions) -> tuple[LossTerms, Tensor]:
         """Return the losses and the mean value, and the maximum absolute errors of the critics ``[*B]``."""
         targets = self.require_built(self.targets)
         with torch.no_grad():
             actor = targets.actor_network
-            action = smoothed(
+            action = smooth_action(
                 actor.head.squashed(actor.trunk.encoder(*batch.after_target)), self.policy_noise, self.noise_clip
             )
-            after = targets.critics(batch.after_target, actor.head.scale(action))
-            target = batch.target(after.amin(0))
+            next_values = targets.critics(batch.after_target, actor.head.scale(action))
+            target = batch.target(next_values.amin(0))
         values = self.critics(batch.now, batch.action)
         loss, error = batch.td_loss(values, target, self.loss_function)
         terms = {"loss_qvalue": loss, "value": batch.mean(values[0].detach())}
-        if self._moves_actor:
-            actor, now = self.actor_network, batch.fixed
+        if self._updates_actor:
+            actor, now = self.actor_network, batch.detached
             action = actor.head(actor.trunk.encoder(*now))
             terms["loss_actor"] = -batch.mean(self.critics.judge(now, action, 1)[0])
         return terms, error
 
     def idle_parameters(self) -> list[nn.Parameter]:
         """Return the policy's parameters if its update is delayed."""
-        return [] if self._moves_actor else list(self.actor_network.parameters())
+        return [] if self._updates_actor else list(self.actor_network.parameters())
 
     def exploration(self, frames: int) -> float:
         """Return the standard deviation of the exploration noise."""

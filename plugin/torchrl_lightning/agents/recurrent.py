@@ -45,8 +45,8 @@ def encode_sequence(batch: Transitions, online: RecurrentTrunk, target: Recurren
     """
     if batch.reward.ndim != 2:
         raise ValueError(
-            f"a recurrent network learns from sequences [B, T], but the batch is {list(batch.reward.shape)}; "
-            "draw it with a SequenceSampler"
+            f"The batch must contain sequences [B, T] for a recurrent network, got {list(batch.reward.shape)}. Sample "
+            "it with a SequenceSampler."
         )
     assert batch.is_init is not None
     assert batch.done is not None
@@ -58,9 +58,9 @@ def encode_sequence(batch: Transitions, online: RecurrentTrunk, target: Recurren
     boundary[:, :-1] |= batch.is_init[:, 1:]
     if batch.mask is not None:
         boundary[:, :-1] |= batch.mask[:, :-1] & ~batch.mask[:, 1:]  # padding follows
-    inner = batch.steps is not None or bool(boundary[:, :-1].any())
+    has_inner_boundary = batch.steps is not None or bool(boundary[:, :-1].any())
     mask = batch.mask
-    if inner:
+    if has_inner_boundary:
         steps, successors, source = successor_layout(boundary)
         if batch.steps is not None:
             last, mask = _last_steps(boundary, batch.steps, mask)
@@ -70,11 +70,11 @@ def encode_sequence(batch: Transitions, online: RecurrentTrunk, target: Recurren
     else:
         entries = [torch.cat([a, b[:, -1:]], 1) for a, b in zip(batch.now, batch.after, strict=True)]
         is_init = torch.cat([batch.is_init, torch.zeros_like(batch.is_init[:, -1:])], 1)
-    first = [state[:, 0] for state in batch.states]
-    features = online.run(entries, is_init, first)
+    initial_states = [state[:, 0] for state in batch.states]
+    features = online.run(entries, is_init, initial_states)
     with torch.no_grad():
-        target_features = target.run(entries, is_init, first)
-    if inner:
+        target_features = target.run(entries, is_init, initial_states)
+    if has_inner_boundary:
         now, after = _gather(features, steps), _gather(features.detach(), successors)
         after_target = _gather(target_features, successors)
     else:
@@ -84,26 +84,26 @@ def encode_sequence(batch: Transitions, online: RecurrentTrunk, target: Recurren
 
 def _last_steps(boundary: Tensor, steps: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the last step of each transition, and the mask of transitions with a known successor, both ``[B, T]``."""
-    length, most = steps.shape[1], int(steps.max())
-    first = 0 if mask is None else int(mask.any(0).long().argmax())
-    if first + most >= length:
+    length, max_steps = steps.shape[1], int(steps.max())
+    burn_in = 0 if mask is None else int(mask.any(0).long().argmax())
+    if burn_in + max_steps >= length:
         # Only transitions at the ends of episodes would remain.
         raise ValueError(
-            f"sequences of {length} steps, of which {first} only warm up, hold no successor that lies {most} steps "
-            "ahead; draw longer ones (batch_length of the SequenceSampler), or learn from shorter returns (n_steps)"
+            f"Sequences must be longer than {burn_in} burn-in steps and {max_steps} steps to a successor, got {length} "
+            "steps. Raise batch_length of the SequenceSampler, or lower n_steps."
         )
-    pieces = boundary.cumsum(1) - boundary.long()
+    segments = boundary.cumsum(1) - boundary.long()
     ends = boundary.clone()
     ends[:, -1] = True
     last = torch.arange(length, device=steps.device) + steps - 1
-    seen = last < length
+    is_known = last < length
     last = last.clamp(max=length - 1)
     # The entry after the end of a piece is the stored successor of one step: valid only for one-step transitions.
-    seen &= (pieces.gather(1, last) == pieces) & (~ends | (steps == 1)).gather(1, last)
-    return last, seen if mask is None else mask & seen
+    is_known &= (segments.gather(1, last) == segments) & (~ends | (steps == 1)).gather(1, last)
+    return last, is_known if mask is None else mask & is_known
 
 
-def refreshed_states(batch: Transitions, memory: RecurrentTrunk) -> tuple[Entries, Entries]:
+def recompute_states(batch: Transitions, memory: RecurrentTrunk) -> tuple[Entries, Entries]:
     """Return the states before and after each step, recomputed with the current memory.
 
     Stored states become stale as the memory learns, and each window starts with a stored state (Kapturowski et al.,

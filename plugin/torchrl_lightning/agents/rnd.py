@@ -68,14 +68,14 @@ class RandomNetworkDistillation(Settings, nn.Module):
     def build(self, specs: Any) -> RandomNetworkDistillation:
         """Build both networks and the running moments for an environment's specs and return the module, once."""
         if self.target is None:
-            pairs = zip(*observation_entries(specs), strict=True)
-            filled = [(key, entry) for key, entry in pairs if entry.shape.numel()]
-            if not filled:
+            keys_and_entries = zip(*observation_entries(specs), strict=True)
+            nonempty = [(key, entry) for key, entry in keys_and_entries if entry.shape.numel()]
+            if not nonempty:
                 raise ValueError(
-                    "the observation must hold numbers for random network distillation, got only empty entries: "
+                    "the observation must contain numbers for random network distillation, got only empty entries: "
                     f"{sorted(map(str, specs.observation.keys(True, True)))}. Leave intrinsic= out."
                 )
-            self.keys, entries = [key for key, _ in filled], [entry for _, entry in filled]
+            self.keys, entries = [key for key, _ in nonempty], [entry for _, entry in nonempty]
             self.whitened = [not isinstance(entry, Categorical) and entry.dtype is not torch.bool for entry in entries]
             self.target, self.predictor = self._embedding(entries), self._embedding(entries)
             self.target.requires_grad_(False)
@@ -93,45 +93,47 @@ class RandomNetworkDistillation(Settings, nn.Module):
 
     def predictor_parameters(self) -> Iterator[nn.Parameter]:
         """Return the trained parameters."""
-        return self._built(self.predictor).parameters()
+        return self._require_built(self.predictor).parameters()
 
     @staticmethod
-    def _built(module: nn.Module | None) -> nn.Module:
+    def _require_built(module: nn.Module | None) -> nn.Module:
         if module is None:
-            raise RuntimeError("the networks do not exist yet; call `build(specs)` first")
+            raise RuntimeError("The networks are not built yet. Call `build(specs)` first.")
         return module
 
     def _next_observations(self, batch: TensorDictBase) -> list[Tensor]:
         entries = [batch.get(next_key(key), None) for key in self.keys]
         for key, entry in zip(self.keys, entries, strict=True):
             if entry is None:
-                raise KeyError(f"random network distillation needs ('next', {key!r}), but the batch does not have it")
+                raise KeyError(f"The batch has no ('next', {key!r}), which random network distillation reads.")
         return entries
 
     def _whiten(self, entries: list[Tensor]) -> list[Tensor]:
-        result = []
+        outputs = []
         for i, (entry, whitened) in enumerate(zip(entries, self.whitened, strict=True)):
             if whitened:
                 mean, variance = getattr(self, f"mean_{i}"), getattr(self, f"variance_{i}")
                 dtype = precision_of(entry.dtype)
                 scale = variance.rsqrt().clamp_max(1e4).to(dtype)  # a constant entry stays near zero
                 entry = ((entry - mean.to(dtype)) * scale).clamp_(-self.clip, self.clip).float()
-            result.append(entry)
-        return result
+            outputs.append(entry)
+        return outputs
 
     @torch.no_grad()
     def observe(self, entries: list[Tensor]) -> None:
         """Merge observations ``[*B, *F_i]`` into the running moments (Chan et al., 1979)."""
         count = self.count
-        added = entries[0].numel() / max(self.mean_0.numel(), 1)
-        total = count + added
+        new_count = entries[0].numel() / max(self.mean_0.numel(), 1)
+        total = count + new_count
         for i, entry in enumerate(entries):
             mean, variance = getattr(self, f"mean_{i}"), getattr(self, f"variance_{i}")
             flat = entry.reshape(-1, *mean.shape).double()
             new_variance, new_mean = torch.var_mean(flat, 0, correction=0)
             delta = new_mean - mean
-            variance.copy_((variance * count + new_variance * added + delta * delta * (count * added / total)) / total)
-            mean.add_(delta * (added / total))
+            variance.copy_(
+                (variance * count + new_variance * new_count + delta * delta * (count * new_count / total)) / total
+            )
+            mean.add_(delta * (new_count / total))
         count.copy_(total)
 
     @torch.no_grad()
@@ -141,25 +143,25 @@ class RandomNetworkDistillation(Settings, nn.Module):
         The rollout and the networks may be on different devices; the rollout is not moved.
         """
         entries = self._next_observations(rollout)
-        home, there = entries[0].device, self.count.device
-        entries = [entry.to(there) for entry in entries]
+        rollout_device, device = entries[0].device, self.count.device
+        entries = [entry.to(device) for entry in entries]
         self.observe(entries)
         with EvaluationMode(self):
             error = self._error(entries)
-        rollout.set(("next", "intrinsic_reward"), error.reshape(*rollout.batch_size, 1).to(home))
+        rollout.set(("next", "intrinsic_reward"), error.reshape(*rollout.batch_size, 1).to(rollout_device))
 
     def _error(self, entries: list[Tensor]) -> Tensor:
         whitened = self._whiten(entries)
         with torch.no_grad(), self._target_mode:
-            target = self._built(self.target)(*whitened)
-        return (self._built(self.predictor)(*whitened) - target).square().mean(-1)
+            target = self._require_built(self.target)(*whitened)
+        return (self._require_built(self.predictor)(*whitened) - target).square().mean(-1)
 
     def loss(self, batch: TensorDictBase) -> Tensor:
         """Return the predictor's mean squared error on a mini-batch, or on a random fraction of it."""
         error = self._error(self._next_observations(batch)).reshape(-1)
         if self.update_fraction < 1.0:
-            kept = (torch.rand_like(error) < self.update_fraction).to(error.dtype)
-            return (error * kept).sum() / kept.sum().clamp_min(1.0)
+            selected = (torch.rand_like(error) < self.update_fraction).to(error.dtype)
+            return (error * selected).sum() / selected.sum().clamp_min(1.0)
         return error.mean()
 
 

@@ -66,9 +66,7 @@ def as_schedule(schedule: str | Schedule | None) -> Schedule:
     if not isinstance(schedule, str):
         return schedule
     if schedule not in _NAMED:
-        raise ValueError(
-            f"unknown schedule {schedule!r}; known are {', '.join(_NAMED)}, or give a function of progress"
-        )
+        raise ValueError(f"A schedule must be one of {', '.join(_NAMED)}, or a function of progress, got {schedule!r}.")
     return _NAMED[schedule]
 
 
@@ -82,5 +80,5 @@ def progress_of(trainer: Any) -> float | None:
     total = getattr(data, "total_frames", None) or -1
     if total > 0:
         return float(getattr(data, "frames", 0) / total)
-    ends = ((trainer.current_epoch, trainer.max_epochs), (trainer.global_step, trainer.max_steps))
-    return max((done / end for done, end in ends if end is not None and end > 0), default=None)
+    limits = ((trainer.current_epoch, trainer.max_epochs), (trainer.global_step, trainer.max_steps))
+    return max((completed / limit for completed, limit in limits if limit is not None and limit > 0), default=None)

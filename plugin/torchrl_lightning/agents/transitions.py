@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchrl_lightning._core.keys import ACTION_MASK, SOURCE
 from torchrl_lightning._core.tree import path_of, raw_items
-from torchrl_lightning.agents.losses import td_loss
+from torchrl_lightning.agents.loss_functions import td_loss
 from torchrl_lightning.environments.masks import usable
 
 Entries = list[Tensor]
@@ -41,17 +41,17 @@ class Transitions:
     source: Tensor | None = None  # number of the row's source buffer, 0 for the agent's own; None for one buffer
 
     @property
-    def fixed(self) -> Entries:
+    def detached(self) -> Entries:
         """``now`` without a gradient into a memory."""
         return [entry.detach() for entry in self.now]
 
     def target(self, value: Tensor) -> Tensor:
         r"""Return the one-step (or n-step) target \(r + \gamma (1 - \mathrm{terminated}) V(s')\), ``[*B]``."""
         if isinstance(self.discount, Tensor):
-            going_on = torch.addcmul(self.reward, self.discount, value)
+            bootstrapped = torch.addcmul(self.reward, self.discount, value)
         else:
-            going_on = torch.add(self.reward, value, alpha=self.discount)
-        return torch.where(self.terminated, self.reward, going_on)
+            bootstrapped = torch.add(self.reward, value, alpha=self.discount)
+        return torch.where(self.terminated, self.reward, bootstrapped)
 
     def td_loss(self, values: Tensor, target: Tensor, distance: str) -> tuple[Tensor, Tensor]:
         """Return the mean TD loss over the valid steps, and the absolute errors ``[*B]``."""
@@ -91,15 +91,15 @@ def read_transitions(
     # Read as plain dicts: a TensorDict's `get` takes two microseconds, and a batch has a dozen entries.
     entries = raw_items(batch)
     if "next" not in entries:
-        raise missing(batch, "next", "off-policy losses learn from transitions")
+        raise missing_entry(batch, "next", "off-policy losses learn from transitions")
     shape = batch.shape
     action, *now = _entries(entries, ("action", *keys), batch)
     reward, terminated, *after = _entries(raw_items(entries["next"]), ("reward", "terminated", *keys), batch)
     reward, terminated = reward.reshape(shape), terminated.reshape(shape)
     discount: float | Tensor = gamma
-    given, steps = entries.get("gamma"), entries.get("steps_to_next_obs")
-    if given is not None:
-        discount = given.reshape(shape).to(reward.dtype)
+    batch_discount, steps = entries.get("gamma"), entries.get("steps_to_next_obs")
+    if batch_discount is not None:
+        discount = batch_discount.reshape(shape).to(reward.dtype)
     elif steps is not None:
         discount = gamma ** steps.reshape(shape).to(reward.dtype)
     weight = entries.get("priority_weight")
@@ -108,9 +108,9 @@ def read_transitions(
         # One weight for each step, or one for each sequence.
         weight = weight.reshape(shape) if weight.numel() == shape.numel() else weight.reshape(shape[0], 1).expand(shape)
     mask = entries.get("mask")
-    done = is_init = states = ahead = None
+    done = is_init = states = num_steps = None
     if state_keys:
-        ahead = None if steps is None else steps.reshape(shape)
+        num_steps = None if steps is None else steps.reshape(shape)
         done, is_init, *states = _entries(entries, (("next", "done"), "is_init", *state_keys), batch)
         done, is_init = done.reshape(shape), is_init.reshape(shape)
     return Transitions(
@@ -126,25 +126,25 @@ def read_transitions(
         mask=None if mask is None else mask.reshape(shape),
         is_init=is_init,
         states=states,
-        steps=ahead,
+        steps=num_steps,
         source=entries.get(SOURCE),
         allowed=usable(_entries(raw_items(entries["next"]), [ACTION_MASK], batch)[0]) if masked else None,
     )
 
 
-def _entries(level: Mapping[str, Any], keys: Sequence[NestedKey], batch: TensorDictBase) -> Entries:
+def _entries(first_level: Mapping[str, Any], keys: Sequence[NestedKey], batch: TensorDictBase) -> Entries:
     """Return these entries of a batch, starting from one of its levels."""
     entries = []
     for key in keys:
-        found: Any = level
+        value: Any = first_level
         for name in (key,) if isinstance(key, str) else path_of(key):
-            found = (found if isinstance(found, Mapping) else raw_items(found)).get(name)
-            if found is None:
-                raise missing(batch, key, "the buffer must hold what the policy read and wrote")
-        entries.append(found)
+            value = (value if isinstance(value, Mapping) else raw_items(value)).get(name)
+            if value is None:
+                raise missing_entry(batch, key, "the buffer must store the inputs and outputs of the policy")
+        entries.append(value)
     return entries
 
 
-def missing(batch: TensorDictBase, key: NestedKey, hint: str) -> KeyError:
+def missing_entry(batch: TensorDictBase, key: NestedKey, hint: str) -> KeyError:
     """Return a KeyError for a missing entry of a batch, with the existing entries and a remedy."""
     return KeyError(f"the batch has no {key!r}, only {sorted(map(str, batch.keys(True, True)))}; {hint}")

@@ -43,23 +43,23 @@ class BufferReport(SparseCallback):
     def __init__(self, path: str, last: int = 1_000_000) -> None:
         super().__init__()
         self.path, self.last = path, last
-        self._draws: SampleCounter | None = None
+        self._sample_counter: SampleCounter | None = None
         self._batches = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting samples if the buffer has a writer with cells."""
         writer = getattr(_buffer(trainer), "writer", None)
         length, num_envs = getattr(writer, "length", None), getattr(writer, "num_envs", None)
-        self._draws = SampleCounter(length, num_envs) if length and num_envs else None
+        self._sample_counter = SampleCounter(length, num_envs) if length and num_envs else None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count the sampled cells of each update in this step."""
-        if self._draws is None:
+        if self._sample_counter is None:
             return
         if isinstance(batch, UpdateBatches):
-            batch.watch(self._note)
+            batch.watch(self._count_samples)
         else:
-            self._note(batch)
+            self._count_samples(batch)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the report during a fit."""
@@ -67,23 +67,23 @@ class BufferReport(SparseCallback):
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or not trainer.is_global_zero:
             return
         try:
-            found = inspect_buffer(buffer, last=self.last)
+            report = inspect_buffer(buffer, last=self.last)
         except ValueError as error:  # a failed report must not end the run
             logger.warning("%s is not written: %s", self.path, error)
             return
-        if self._draws is not None and self._draws.number and found.summaries:
-            drawn = replace(found.summaries[0], draws=self._draws)
-            found = replace(found, summaries=(drawn, *found.summaries[1:]))
+        if self._sample_counter is not None and self._sample_counter.number and report.summaries:
+            summary = replace(report.summaries[0], draws=self._sample_counter)
+            report = replace(report, summaries=(summary, *report.summaries[1:]))
         Path(self.path).parent.mkdir(parents=True, exist_ok=True)
-        found.write_html(self.path)
+        report.write_html(self.path)
 
-    def _note(self, batch: TensorDictBase) -> None:
+    def _count_samples(self, batch: TensorDictBase) -> None:
         self._batches += 1
-        if self._draws is None or self._batches % EVERY:
+        if self._sample_counter is None or self._batches % EVERY:
             return
-        index, stamp = batch.get("index", None), batch.get("write_position", None)
-        if index is not None and stamp is not None:
-            self._draws.note(index, stamp.expand(index.shape))
+        index, write_position = batch.get("index", None), batch.get("write_position", None)
+        if index is not None and write_position is not None:
+            self._sample_counter.note(index, write_position.expand(index.shape))
 
 
 def _buffer(trainer: Trainer) -> Any:

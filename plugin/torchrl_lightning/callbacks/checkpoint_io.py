@@ -55,11 +55,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             with replaced_files(target) as (file,):
                 torch.save(checkpoint, file)
         except (OSError, RuntimeError) as error:
-            failed = error.__context__ if isinstance(error, RuntimeError) else error  # torch wraps it
-            if not isinstance(failed, OSError):
+            cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch wraps it
+            if not isinstance(cause, OSError):
                 raise
-            said = f"{failed.strerror or failed}; no checkpoint was written, and what was there stays"
-            raise OSError(failed.errno, said, str(target)) from error
+            message = f"{cause.strerror or cause}; no checkpoint was written, and an existing one is unchanged"
+            raise OSError(cause.errno, message, str(target)) from error
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint.
@@ -75,34 +75,34 @@ def read_within_limits(source: Any, map_location: Any, weights_only: bool | None
     """Read a checkpoint like Lightning, and apply the limits to local and open files of plain values and tensors."""
     is_path = isinstance(source, str | Path)
     is_local = not is_path or isinstance(get_filesystem(source), LocalFileSystem)
-    if weights_only is False or not is_local or _has_own_classes():
-        found: dict[str, Any] = (
+    if weights_only is False or not is_local or _has_registered_classes():
+        checkpoint: dict[str, Any] = (
             TorchCheckpointIO().load_checkpoint(source, map_location, weights_only)
             if is_path
             else torch.load(source, map_location=map_location, weights_only=weights_only)
         )
-        return found
+        return checkpoint
     path = Path(strip_protocol(str(source))) if is_path else source
     if is_path and not path.exists():
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
     try:
-        found = load_checkpoint(path)
+        checkpoint = load_checkpoint(path)
     except ValueError as error:
-        raise ValueError(f"{source} is no whole checkpoint of plain data: {error}") from error
+        raise ValueError(f"{source} is not a complete checkpoint of plain data: {error}") from error
     if map_location is None or str(map_location) == "cpu":
-        return found
+        return checkpoint
     if is_path:
         return torch.load(path, map_location=map_location, weights_only=True)
     source.seek(0)
     return torch.load(source, map_location=map_location, weights_only=True)
 
 
-def _has_own_classes() -> bool:
+def _has_registered_classes() -> bool:
     """Return True if the user has registered additional classes for torch to load."""
-    return any(not str(getattr(each, "__module__", "")).startswith("torch.") for each in get_safe_globals())
+    return any(not str(getattr(cls, "__module__", "")).startswith("torch.") for cls in get_safe_globals())
 
 
-def write_atomically(trainer: Trainer) -> None:
+def use_atomic_checkpoints(trainer: Trainer) -> None:
     """Replace Lightning's default checkpoint plugin of a trainer by :class:`AtomicCheckpointIO`."""
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()

@@ -16,7 +16,7 @@ from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.interrupts import interrupts
 from torchrl_lightning._core.metric_logging import EVALUATION
 from torchrl_lightning._core.protocols import DataApi
-from torchrl_lightning.callbacks.checkpoint_io import write_atomically
+from torchrl_lightning.callbacks.checkpoint_io import use_atomic_checkpoints
 from torchrl_lightning.callbacks.monitors import check_monitor, episode_metrics, unknown_metric
 from torchrl_lightning.callbacks.sparse import SparseCallback
 from torchrl_lightning.environments.env_errors import EnvironmentFault
@@ -29,10 +29,10 @@ class InSearch(Protocol):
     """A callback of a run that belongs to a search.
 
     Attributes:
-        goes_on: How the search continues after the run was stopped.
+        resume_advice: How to continue the search after the run was stopped, for a log message.
     """
 
-    goes_on: str
+    resume_advice: str
 
 
 class LastCheckpoint(SparseCallback, Checkpoint):
@@ -64,94 +64,103 @@ class LastCheckpoint(SparseCallback, Checkpoint):
         super().__init__()
         self.path = Path(dirpath) / f"{filename}.ckpt"
         self._training = False
-        self._began = self._evaluated = -1  # batches of the whole run at its start and at its last evaluation
-        self._collected: tuple[int, str] | None = None  # clock at the start of training
+        self._start_batches = self._evaluated_batches = -1  # batches of the run at its start and last evaluation
+        self._start_clock: tuple[int, str] | None = None  # clock at the start of training
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Make the trainer write checkpoints atomically."""
-        write_atomically(trainer)
+        use_atomic_checkpoints(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start watching: a run that fails earlier has not learned anything."""
         self._training = True
-        self._began = self._evaluated = trainer.fit_loop.total_batch_idx
-        self._collected = DataApi.of_run(trainer).clock
+        self._start_batches = self._evaluated_batches = trainer.fit_loop.total_batch_idx
+        self._start_clock = DataApi.of_run(trainer).clock
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the evaluated state."""
         if self._training and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._evaluated = trainer.fit_loop.total_batch_idx
+            self._evaluated_batches = trainer.fit_loop.total_batch_idx
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the final state, and evaluate it if it is not yet evaluated."""
         batches = trainer.fit_loop.total_batch_idx
-        if batches != self._began:
+        if batches != self._start_batches:
             # Save even after an evaluation: the last epoch is complete only now.
             self._save(trainer)
-            if batches != self._evaluated and trainer.enable_validation:
-                self._evaluate_beside(trainer)
+            if batches != self._evaluated_batches and trainer.enable_validation:
+                self._evaluate_saved_state(trainer)
         self._training = False
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save the state before collector and buffer close, and log the path; do nothing without new progress."""
-        training, self._training = self._training, False
+        was_training, self._training = self._training, False
         state = trainer.fit_loop.total_batch_idx, DataApi.of_run(trainer).clock
-        if not training or _is_trial(trainer) or state == (self._began, self._collected):
+        if not was_training or _is_fast_dev_run(trainer) or state == (self._start_batches, self._start_clock):
             return
         reason = type(exception).__name__
         if trainer.world_size > 1:
-            logger.warning("stopped by %s; with several ranks only the regular checkpoints are kept.", reason)
+            logger.warning("stopped by %s; with several ranks, an exception saves no checkpoint.", reason)
             return
         if interrupts.is_torn:
-            last = f"{self.path} keeps the one before" if self.path.exists() else "there is no checkpoint yet"
-            logger.warning("stopped by %s within a step, whose state is not saved; %s.", reason, last)
+            checkpoint = f"{self.path} is the previous state" if self.path.exists() else "there is no checkpoint yet"
+            logger.warning("stopped by %s within a step, so the state is not saved; %s.", reason, checkpoint)
             return
         try:
             self._save(trainer)
         except OSError as error:  # for example a full disk, which may also have stopped the run
-            logger.error("stopped by %s; its end was not written: %s", reason, error)
+            logger.error("stopped by %s; the final checkpoint was not written: %s", reason, error)
             return
         if _would_fail_again(exception):
             logger.warning("stopped by %s; the state of the run is in %s.", reason, self.path)
             return
-        larger = (
-            f"{each.goes_on}; the end of this run is " for each in _callbacks(trainer) if isinstance(each, InSearch)
+        advice_of_searches = (
+            f"{callback.resume_advice}; the final checkpoint of this run is "
+            for callback in _callbacks(trainer)
+            if isinstance(callback, InSearch)
         )
-        advice = next(larger, "to resume, run the same command with ckpt_path=")
+        advice = next(advice_of_searches, "to resume, run the same command with ckpt_path=")
         logger.warning("stopped by %s; %s%s", reason, advice, self.path)
 
-    def _evaluate_beside(self, trainer: Trainer) -> None:
+    def _evaluate_saved_state(self, trainer: Trainer) -> None:
         """Evaluate the saved state without changing it, except for the states of the callbacks.
 
         The checkpoint then includes the results of this evaluation in callbacks, such as the path of the best state.
         """
         self._training = False  # on_validation_end must not save again
-        before = _states(trainer)
+        before = _callback_states(trainer)
         evaluate(trainer)
-        behind, files = _states(trainer), trainer.strategy.checkpoint_io
+        after, checkpoint_io = _callback_states(trainer), trainer.strategy.checkpoint_io
         # Other checkpoint plugins may still be writing the file.
-        if behind != before and trainer.is_global_zero and isinstance(files, TorchCheckpointIO) and self.path.exists():
-            checkpoint = files.load_checkpoint(self.path, weights_only=False)  # written by this process
-            files.save_checkpoint({**checkpoint, "callbacks": behind}, self.path)
+        if (
+            after != before
+            and trainer.is_global_zero
+            and isinstance(checkpoint_io, TorchCheckpointIO)
+            and self.path.exists()
+        ):
+            checkpoint = checkpoint_io.load_checkpoint(self.path, weights_only=False)  # written by this process
+            checkpoint_io.save_checkpoint({**checkpoint, "callbacks": after}, self.path)
 
     def _save(self, trainer: Trainer) -> None:
-        if not _is_trial(trainer):
+        if not _is_fast_dev_run(trainer):
             trainer.save_checkpoint(self.path, weights_only=False)
 
 
-def _is_trial(trainer: Any) -> bool:
+def _is_fast_dev_run(trainer: Any) -> bool:
     """Return True if the trainer only runs a few batches and must not write files."""
     return bool(trainer.fast_dev_run)
 
 
 def _would_fail_again(exception: BaseException) -> bool:
     """Return True if the same command would fail again: with an unusable disk, or through a user error."""
-    is_mistake = isinstance(exception, UserError) and not isinstance(exception, EnvironmentFault)
-    return is_mistake or (isinstance(exception, OSError) and not isinstance(exception, TimeoutError | ConnectionError))
+    is_user_error = isinstance(exception, UserError) and not isinstance(exception, EnvironmentFault)
+    return is_user_error or (
+        isinstance(exception, OSError) and not isinstance(exception, TimeoutError | ConnectionError)
+    )
 
 
-def _states(trainer: Trainer) -> dict[str, Any]:
+def _callback_states(trainer: Trainer) -> dict[str, Any]:
     """Return the states of a trainer's callbacks in the checkpoint format."""
     return {callback.state_key: state for callback in _callbacks(trainer) if (state := callback.state_dict())}
 
@@ -189,7 +198,7 @@ class BestCheckpoint(SparseCallback, ModelCheckpoint):
         """Validate the monitor, and make the trainer write checkpoints atomically."""
         if self.monitor is not None:
             check_monitor(self.monitor, trainer, pl_module)
-        write_atomically(trainer)
+        use_atomic_checkpoints(trainer)
         super().setup(trainer, pl_module, stage)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -197,14 +206,14 @@ class BestCheckpoint(SparseCallback, ModelCheckpoint):
         kind, known = EVALUATION, trainer.callback_metrics
         expected = (*known, *episode_metrics(trainer))  # the latter are logged once an episode ends
         if self.monitor is not None and self.monitor not in expected and trainer.state.fn == TrainerFn.FITTING:
-            played = [name for name in known if name.startswith(kind)]
-            if played and not trainer.sanity_checking:
+            evaluation_metrics = [name for name in known if name.startswith(kind)]
+            if evaluation_metrics and not trainer.sanity_checking:
                 raise unknown_metric(self.monitor, known)
         if not str(self.monitor).startswith(kind) or any(name.startswith(kind) for name in trainer.callback_metrics):
             super().on_validation_end(trainer, pl_module)
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
         """Return True if the current policy is at least as good as the worst saved policy."""
-        kept = self.best_k_models.get(self.kth_best_model_path)
-        tie = kept is not None and current is not None and bool(current == kept)
-        return tie or super().check_monitor_top_k(trainer, current)
+        worst_saved = self.best_k_models.get(self.kth_best_model_path)
+        is_tie = worst_saved is not None and current is not None and bool(current == worst_saved)
+        return is_tie or super().check_monitor_top_k(trainer, current)

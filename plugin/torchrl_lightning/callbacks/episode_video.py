@@ -52,7 +52,7 @@ class EpisodeVideo(SparseCallback):
         data = DataApi.of_run(trainer)
         if data.film is None or data.clock is None:
             kind = type(data.part).__name__
-            raise UserError(f"a video is of what an ExperienceDataModule evaluates in, not of a {kind}.")
+            raise UserError(f"EpisodeVideo needs the evaluation environment of an ExperienceDataModule, got a {kind}.")
         check_renderable(data.eval_env)
         self._evaluations = 0
 

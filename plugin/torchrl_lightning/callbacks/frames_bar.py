@@ -49,10 +49,10 @@ class FramesProgressBar(SparseCallback, ProgressBar):
         self.refresh_every = refresh_every
         self._enabled = True
         self._bar: Tqdm | None = None
-        self._forget_compilation: Callable[[], None] | None = None
-        self._refreshed = 0.0
+        self._unsubscribe_compilation: Callable[[], None] | None = None
+        self._last_refresh = 0.0
         self._interval = refresh_every
-        self._warm = False
+        self._has_new_frames = False
 
     def enable(self) -> None:
         """Show the bar."""
@@ -74,8 +74,8 @@ class FramesProgressBar(SparseCallback, ProgressBar):
             return
         total, (count, unit) = data.total_frames if data.total_frames > 0 else None, data.clock
         self._interval = max(self.refresh_every, 0.0 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES)
-        self._refreshed = time.monotonic()
-        self._warm = False
+        self._last_refresh = time.monotonic()
+        self._has_new_frames = False
         self._bar = Tqdm(
             total=total,
             initial=count,
@@ -90,15 +90,15 @@ class FramesProgressBar(SparseCallback, ProgressBar):
             desc=TRAINING,
             bar_format=BAR_FORMAT if total else None,
         )
-        self._forget_compilation = when_compiling(self._show_compilation)
+        self._unsubscribe_compilation = when_compiling(self._show_compilation)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Refresh the bar, at most every ``refresh_every`` seconds."""
         now = time.monotonic()
-        if self._bar is not None and now - self._refreshed >= self._interval:
-            self._refreshed = now
+        if self._bar is not None and now - self._last_refresh >= self._interval:
+            self._last_refresh = now
             self._refresh(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -112,7 +112,7 @@ class FramesProgressBar(SparseCallback, ProgressBar):
 
     def _show_compilation(self) -> None:
         """Show that kernels are compiling, until the first frames are collected."""
-        if self._bar is not None and not self._warm and self._bar.desc != COMPILING:
+        if self._bar is not None and not self._has_new_frames and self._bar.desc != COMPILING:
             self._bar.set_description_str(COMPILING)
 
     def _refresh(self, trainer: Trainer) -> None:
@@ -121,19 +121,19 @@ class FramesProgressBar(SparseCallback, ProgressBar):
             return
         bar.set_description_str(TRAINING, refresh=False)
         metrics = data.metrics()
-        shown = {"return": metrics.get("train/return"), "eval": trainer.callback_metrics.get("eval/return")}
-        text = {name: f"{float(x):.1f}" for name, x in shown.items() if x is not None}
-        if dead := metrics.get("collector/deaths"):
-            text["deaths"] = f"{dead:.0f}"
-        text |= {name.removeprefix(DEMOS): f"{x:.3g}" for name, x in metrics.items() if name.startswith(DEMOS)}
+        returns = {"return": metrics.get("train/return"), "eval": trainer.callback_metrics.get("eval/return")}
+        text = {name: f"{float(value):.1f}" for name, value in returns.items() if value is not None}
+        if deaths := metrics.get("collector/deaths"):
+            text["deaths"] = f"{deaths:.0f}"
+        text |= {name.removeprefix(DEMOS): f"{value:.3g}" for name, value in metrics.items() if name.startswith(DEMOS)}
         bar.set_postfix(text, refresh=False)
         count, _ = data.clock
         # The last rollout may exceed total_frames.
         if bar.total is not None:
             bar.total = max(bar.total, count)
-        if not self._warm and count > bar.n:
+        if not self._has_new_frames and count > bar.n:
             # Exclude the start of workers and the compilation of kernels from the estimate of the time left.
-            self._warm = True
+            self._has_new_frames = True
             bar.n = bar.last_print_n = count
             bar.last_print_t = time.time()
             bar.refresh()
@@ -141,9 +141,9 @@ class FramesProgressBar(SparseCallback, ProgressBar):
             bar.update(count - bar.n)
 
     def _close(self) -> None:
-        if self._forget_compilation is not None:
-            self._forget_compilation()
-            self._forget_compilation = None
+        if self._unsubscribe_compilation is not None:
+            self._unsubscribe_compilation()
+            self._unsubscribe_compilation = None
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -32,16 +32,16 @@ def check_monitor(monitor: Any, trainer: Any, module: Any) -> None:
         raise UserError(f"monitor={monitor!r} must be the name of a metric, such as eval/return.")
     if not monitor.startswith(TRAINING):
         known = LearnerApi.of(module).evaluation_metrics
-        all_are_known = monitor.startswith(EVALUATION) and _evaluates_alone(trainer, module)
-        if monitor not in known and (all_are_known or nearest(monitor, known) is not None):
+        knows_all = monitor.startswith(EVALUATION) and _knows_evaluation_metrics(trainer, module)
+        if monitor not in known and (knows_all or nearest(monitor, known) is not None):
             raise unknown_metric(monitor, known)
         return
-    of_episodes = episode_metrics(trainer)
-    known = (*of_episodes, *LearnerApi.of(module).training_metrics)
+    episode_names = episode_metrics(trainer)
+    known = (*episode_names, *LearnerApi.of(module).training_metrics)
     if monitor in known:
         return
     # A user's module may log a metric with a name similar to one of our losses.
-    if _trains_alone(trainer, module) or _resembles(monitor, of_episodes):
+    if _knows_training_metrics(trainer, module) or _is_similar_to_any(monitor, episode_names):
         raise unknown_metric(monitor, known)
     logger.warning(
         "monitor=%s is not a metric of torchrl-lightning%s Unless your own code logs it, the run ends with an error at "
@@ -62,8 +62,8 @@ def _suggestion(monitor: str, known: Iterable[str]) -> str:
         return did_you_mean(monitor, known)
     known = sorted(known)
     names = [name.removeprefix(TRAINING) for name in known if name.startswith(TRAINING)]
-    meant = nearest(monitor.removeprefix(TRAINING), names)
-    return f"; known are {', '.join(known)}." if meant is None else f"; did you mean {TRAINING}{meant}?"
+    suggestion = nearest(monitor.removeprefix(TRAINING), names)
+    return f"; known are {', '.join(known)}." if suggestion is None else f"; did you mean {TRAINING}{suggestion}?"
 
 
 def episode_metrics(trainer: Any) -> tuple[str, ...]:
@@ -71,7 +71,7 @@ def episode_metrics(trainer: Any) -> tuple[str, ...]:
     return DataApi.of_run(trainer).episode_metrics
 
 
-def _evaluates_alone(trainer: Any, module: Any) -> bool:
+def _knows_evaluation_metrics(trainer: Any, module: Any) -> bool:
     """Return True if all evaluation metrics are known.
 
     One class defines both the evaluation and the names of its metrics, and all callbacks are ours or Lightning's.
@@ -84,7 +84,7 @@ def _evaluates_alone(trainer: Any, module: Any) -> bool:
     return first is not None and first is second and _has_known_callbacks(trainer)
 
 
-def _trains_alone(trainer: Any, module: Any) -> bool:
+def _knows_training_metrics(trainer: Any, module: Any) -> bool:
     """Return True if no user code can log a metric in training."""
     data = DataApi.of_run(trainer)
     parts = (module, data.part, data.buffer, data.make_collector or None)
@@ -104,6 +104,6 @@ def _is_ours(part: Any) -> bool:
     return part is None or owner.__module__.partition(".")[0] == _PACKAGE
 
 
-def _resembles(name: str, known: Iterable[str]) -> bool:
+def _is_similar_to_any(name: str, known: Iterable[str]) -> bool:
     """Return True if a name is similar to a known metric; ignore the prefix ``train/``."""
     return nearest(name.removeprefix(TRAINING), [entry.removeprefix(TRAINING) for entry in known]) is not None

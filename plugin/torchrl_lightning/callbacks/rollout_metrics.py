@@ -38,8 +38,8 @@ class RolloutMetricsLogger(SparseCallback):
     def __init__(self, every_n_epochs: int = 1) -> None:
         super().__init__()
         self.every_n_epochs = every_n_epochs
-        self._began = 0.0
-        self._counted = 0
+        self._last_time = 0.0
+        self._last_count = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Make Lightning log rows with the DataModule's count as their step."""
@@ -55,8 +55,8 @@ class RolloutMetricsLogger(SparseCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start measuring frames per second."""
-        self._began = time.perf_counter()
-        self._counted = (DataApi.of_run(trainer).clock or (0,))[0]
+        self._last_time = time.perf_counter()
+        self._last_count = (DataApi.of_run(trainer).clock or (0,))[0]
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write one row."""
@@ -66,8 +66,8 @@ class RolloutMetricsLogger(SparseCallback):
             return
         now, (count, unit) = time.perf_counter(), clock
         metrics = dict(data.metrics())
-        metrics[f"{unit}_per_second"] = (count - self._counted) / max(now - self._began, 1e-9)
-        self._began, self._counted = now, count
+        metrics[f"{unit}_per_second"] = (count - self._last_count) / max(now - self._last_time, 1e-9)
+        self._last_time, self._last_count = now, count
         publish(trainer, metrics)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=count)

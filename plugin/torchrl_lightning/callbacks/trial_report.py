@@ -44,7 +44,7 @@ class TrialReport(SparseCallback):
         'eval/return'
     """
 
-    goes_on = "the search goes on by its own command, as it was given"
+    resume_advice = "to continue the search, run its command again"
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class TrialReport(SparseCallback):
         """Validate the name of the metric and find the trial, before training."""
         check_monitor(self.monitor, trainer, pl_module)
         if stage == "fit" and trainer.is_global_zero:
-            self._trial = self._find()
+            self._trial = self._find_trial()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report the metric during a fit, and end the fit if the pruner rejects it."""
@@ -72,15 +72,15 @@ class TrialReport(SparseCallback):
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or value is None:
             return
         count, unit = DataApi.of_run(trainer).clock or (trainer.global_step, "updates")
-        is_bad = False
+        should_prune = False
         if self._trial is not None:
             self._trial.report(float(value), count)
-            is_bad = self.pruner is not None and not trainer.should_stop and self._trial.should_prune()
-        if not trainer.strategy.reduce_boolean_decision(is_bad, all=False):
+            should_prune = self.pruner is not None and not trainer.should_stop and self._trial.should_prune()
+        if not trainer.strategy.reduce_boolean_decision(should_prune, all=False):
             return
         trainer.should_stop = True
-        for each in trainer.loggers:
-            each.log_metrics({ENDED_EARLY: float(count)}, step=count)
+        for experiment_logger in trainer.loggers:
+            experiment_logger.log_metrics({ENDED_EARLY: float(count)}, step=count)
         logger.info("ended early after %d %s: %s=%.4g is worse than in other trials.", count, unit, self.monitor, value)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -88,39 +88,43 @@ class TrialReport(SparseCallback):
         if stage == "fit" and self._trial is not None:
             self._trial.set_user_attr("trained", True)
 
-    def _find(self) -> Any:
+    def _find_trial(self) -> Any:
         try:
             import optuna
         except ImportError as error:
             raise UserError(
-                "a search by Optuna needs the extra sweep: pip install 'torchrl-lightning[sweep]'."
+                "A search with Optuna needs the extra sweep: pip install 'torchrl-lightning[sweep]'."
             ) from error
 
         storage = optuna.storages.get_storage(self.storage)
         try:
             study = optuna.load_study(study_name=self.study_name, storage=storage, pruner=self.pruner)
         except KeyError as error:
-            raise UserError(f"there is no study {self.study_name} in {self.storage}; a search makes it.") from error
-        for found in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
-            if found.user_attrs.get("folder", self.folder) == self.folder and _told(found.params, self.overrides):
+            raise UserError(
+                f"study_name={self.study_name} must be a study in {self.storage}. A search creates it."
+            ) from error
+        for frozen_trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
+            if frozen_trial.user_attrs.get("folder", self.folder) == self.folder and _has_settings(
+                frozen_trial.params, self.overrides
+            ):
                 study_id = storage.get_study_id_from_name(self.study_name)
-                trial_id = storage.get_trial_id_from_study_id_trial_number(study_id, found.number)
+                trial_id = storage.get_trial_id_from_study_id_trial_number(study_id, frozen_trial.number)
                 trial = optuna.trial.Trial(study, trial_id)
                 trial.set_user_attr("folder", self.folder)
                 return trial
-        raise UserError(f"no running trial of the study {self.study_name} has the settings of this run.")
+        raise UserError(f"No running trial of study_name={self.study_name} has the settings of this run.")
 
 
-def _told(params: Mapping[str, Any], overrides: Sequence[str]) -> bool:
+def _has_settings(params: Mapping[str, Any], overrides: Sequence[str]) -> bool:
     """Return True if a run's overrides include all settings of a trial."""
-    given = dict(override.split("=", 1) for override in overrides if "=" in override)
-    return all(name in given and _same(given[name], str(value)) for name, value in params.items())
+    settings = dict(override.split("=", 1) for override in overrides if "=" in override)
+    return all(name in settings and _is_same_value(settings[name], str(value)) for name, value in params.items())
 
 
-def _same(given: str, asked: str) -> bool:
-    if given == asked:
+def _is_same_value(value: str, expected: str) -> bool:
+    if value == expected:
         return True
     try:  # numbers such as 1e+16 may be formatted differently
-        return float(given) == float(asked)
+        return float(value) == float(expected)
     except ValueError:
         return False

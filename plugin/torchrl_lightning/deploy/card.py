@@ -13,9 +13,9 @@ from torchrl_lightning._core.run_metadata import COMMAND
 from torchrl_lightning.agents.networks.action_heads import action_name
 
 # These overrides describe the machine or the run, not the policy.
-_LEFT_OUT = re.compile(r"[+~]*(hydra|paths|logger|callbacks|ckpt_path|trusted|task_name|hparams_search)\b")
+_RUN_OVERRIDES = re.compile(r"[+~]*(hydra|paths|logger|callbacks|ckpt_path|trusted|task_name|hparams_search)\b")
 
-_TEXT = """---
+_TEMPLATE = """---
 {head}---
 
 # {title}
@@ -26,16 +26,16 @@ A policy of `{learner}` for `{environment}`, trained with torchrl-lightning.
 | --- | --- |
 | mean return | {score} |
 | trained for | {frames} frames |
-| observes | {observation} |
-| acts | {action} |
+| observation | {observation} |
+| action | {action} |
 
 ## Play it
 
 ```python
 from torchrl_lightning import from_pretrained
 
-policy = from_pretrained("{source}"{trust})
-env = policy.recipe({words})()  # as in training
+policy = from_pretrained("{source}"{comma_trusted})
+env = policy.recipe({trusted})()  # as in training
 observation, _ = env.reset(seed=0)
 total, ended = 0.0, False
 while not ended:
@@ -44,11 +44,11 @@ while not ended:
 print(total)
 ```
 
-## Train it again, or go on
+## Train it again, or continue the training
 
 ```bash
-{again}
-{further}
+{train_command}
+{continue_command}
 ```
 
 ## Settings
@@ -79,34 +79,34 @@ def render_model_card(
         settings: The displayed settings, by group.
         trusted: True if loading the policy needs ``trusted=True``, because it imports the user's classes.
     """
-    known = policy.environment
-    environment = str(known.get("id") if isinstance(known, Mapping) else known)
+    recipe = policy.environment
+    environment = str(recipe.get("id") if isinstance(recipe, Mapping) else recipe)
     learner = str(settings.get("model", {}).get("_target_", "")).rpartition(".")[2]
     command = stored.get(COMMAND)
     overrides = command.get("overrides") if isinstance(command, Mapping) else None
     lines = overrides if isinstance(overrides, list) else []
-    told = [line for line in lines if isinstance(line, str) and not _LEFT_OUT.match(line)]
-    began = [line for line in told if not line.startswith("init_from=")]
+    policy_overrides = [line for line in lines if isinstance(line, str) and not _RUN_OVERRIDES.match(line)]
+    scratch_overrides = [line for line in policy_overrides if not line.startswith("init_from=")]
     episodes = stored["config"].get("eval_episodes")
     head = {
         "library_name": "torchrl-lightning",
         "tags": ["reinforcement-learning", "torchrl", learner, environment],
         "model-index": [{"name": source.rpartition("/")[2], "results": _results(environment, score)}],
     }
-    return _TEXT.format(
+    return _TEMPLATE.format(
         head=OmegaConf.to_yaml(OmegaConf.create(head)),
         title=source.rpartition("/")[2],
         learner=learner,
         environment=environment,
-        score="not known" if score is None else f"{score:g} over {episodes} episodes, after training",
+        score="unknown" if score is None else f"{score:g} over {episodes} episodes, after training",
         frames=frames,
         observation=", ".join(f"{key} {list(spec.shape)}" for key, spec in policy.specs.observation.items(True, True)),
         action=action_name(policy.specs.action),
         source=source,
-        trust=", trusted=True" if trusted else "",
-        words="trusted=True" if trusted else "",
-        again=shlex.join(["torchrl-lightning-train", *told]),
-        further=shlex.join(["torchrl-lightning-train", *began, f"init_from={source}"]),
+        comma_trusted=", trusted=True" if trusted else "",
+        trusted="trusted=True" if trusted else "",
+        train_command=shlex.join(["torchrl-lightning-train", *policy_overrides]),
+        continue_command=shlex.join(["torchrl-lightning-train", *scratch_overrides, f"init_from={source}"]),
         settings=OmegaConf.to_yaml(OmegaConf.create(dict(settings))),
     )
 

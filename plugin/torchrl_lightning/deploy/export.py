@@ -31,10 +31,10 @@ from torchrl_lightning.environments.policy_calls import recurrent_states
 
 Format: TypeAlias = Literal["torch", "onnx"]
 SUFFIXES: dict[str, str] = {"torch": ".pt2", "onnx": ".onnx"}
-DESCRIBED = "policy.json"  # name of the description of inputs and outputs in an exported file
+DESCRIPTION_FILE = "policy.json"  # name of the description of inputs and outputs in an exported file
 _ROWS = (1, 64)  # batch sizes of the random observations in check_program
-_FAR = 1e6  # larger bounds count as missing
-_LACKING = re.compile(r"No ONNX function found for .*?(\w+\.\w+)")
+_LARGEST_BOUND = 1e6  # larger bounds count as missing
+_MISSING_OPERATOR = re.compile(r"No ONNX function found for .*?(\w+\.\w+)")
 _Run = Callable[[list[Tensor]], Sequence[Any]]
 
 
@@ -55,64 +55,73 @@ class PolicyProgram(nn.Module):
 
     def __init__(self, policy: LoadedPolicy) -> None:
         super().__init__()
-        acting: Any = policy.policy
-        self.normalizer = acting.normalizer if isinstance(acting, NormalizedPolicy) else None
+        module: Any = policy.policy
+        self.normalizer = module.normalizer if isinstance(module, NormalizedPolicy) else None
         if self.normalizer is not None:
-            acting = acting.policy
-        reason = getattr(acting, "cannot_be_exported", None)
+            module = module.policy
+        reason = getattr(module, "cannot_be_exported", None)
         if reason is not None:
-            raise ValueError(f"a {type(acting).__name__} cannot be exported: {reason}")
-        self.acting = acting
-        self.form = policy.specs.action_format
+            raise ValueError(f"A {type(module).__name__} cannot be exported: {reason}")
+        self.policy = module
+        self.action_format = policy.specs.action_format
         leaves = dict(policy.specs.observation.items(True, True))
-        read = {path_of(key) for key in policy.in_keys}
-        self.observed = {key: spec for key, spec in leaves.items() if path_of(key) in read} or leaves
-        self.mask = action_mask(policy.specs.observation, policy.specs.action) if ACTION_MASK in self.observed else None
-        self.first = {key: state[0] for key, state in recurrent_states(acting, 1).items()}
+        read_paths = {path_of(key) for key in policy.in_keys}
+        self.observation_specs = {key: spec for key, spec in leaves.items() if path_of(key) in read_paths} or leaves
+        self.mask = (
+            action_mask(policy.specs.observation, policy.specs.action)
+            if ACTION_MASK in self.observation_specs
+            else None
+        )
+        self.initial_states = {key: state[0] for key, state in recurrent_states(module, 1).items()}
 
     @property
     def inputs(self) -> dict[str, Tensor | TensorSpec]:
         """The inputs by name, in order, each with the shape and dtype of one row."""
-        return {".".join(path_of(key)): each for key, each in {**self.observed, **self.first}.items()}
+        return {
+            ".".join(path_of(key)): value for key, value in {**self.observation_specs, **self.initial_states}.items()
+        }
 
     @property
     def outputs(self) -> list[str]:
         """The names of the outputs."""
-        return [ACTION, *(f"next.{'.'.join(path_of(key))}" for key in self.first)]
+        return [ACTION, *(f"next.{'.'.join(path_of(key))}" for key in self.initial_states)]
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Map observations ``[N, *F]`` and states ``[N, *S]`` to the action ``[N, *A]``, and the next states."""
         rows = inputs[0].shape[0]
-        given: dict[Any, Tensor] = dict(zip((*self.observed, *self.first), inputs, strict=True))
+        entries: dict[Any, Tensor] = dict(zip((*self.observation_specs, *self.initial_states), inputs, strict=True))
         if self.normalizer is not None:
-            for key in self.observed:
+            for key in self.observation_specs:
                 if (constants := self.normalizer.constants(key)) is not None:
-                    given[key] = scaled_by_torch(given[key], *constants, self.normalizer.clip)
-        begins = torch.zeros(rows, 1, dtype=torch.bool, device=inputs[0].device)
+                    entries[key] = scaled_by_torch(entries[key], *constants, self.normalizer.clip)
+        is_init = torch.zeros(rows, 1, dtype=torch.bool, device=inputs[0].device)
         with set_exploration_type(ExplorationType.DETERMINISTIC):
-            step = self.acting(TensorDict({**given, "is_init": begins}, [rows]))
-        action = self.form.to_environment(step[ACTION])
-        return (action, *(step["next", *path_of(key)] for key in self.first)) if self.first else action
+            step = self.policy(TensorDict({**entries, "is_init": is_init}, [rows]))
+        action = self.action_format.to_environment(step[ACTION])
+        return (
+            (action, *(step["next", *path_of(key)] for key in self.initial_states)) if self.initial_states else action
+        )
 
-    def drawn(self, rows: int) -> dict[NestedKey, Tensor]:
+    def random_inputs(self, rows: int) -> dict[NestedKey, Tensor]:
         """Return random states ``[rows, *S]`` and observations ``[rows, *F]``, around the normaliser's mean if any."""
-        found: dict[NestedKey, Tensor] = {}
-        for key, spec in self.observed.items():
+        entries: dict[NestedKey, Tensor] = {}
+        for key, spec in self.observation_specs.items():
             constants = None if self.normalizer is None else self.normalizer.constants(key)
             if constants is None:
-                found[key] = _drawn(spec, rows)
+                entries[key] = _random_entries(spec, rows)
             else:
                 mean, factor = constants
-                found[key] = (mean + 2 * torch.randn(rows, *spec.shape) / factor).to(spec.dtype)
+                entries[key] = (mean + 2 * torch.randn(rows, *spec.shape) / factor).to(spec.dtype)
         if self.mask is not None:
-            found[ACTION_MASK] = self.mask.usable(found[ACTION_MASK])
+            entries[ACTION_MASK] = self.mask.usable(entries[ACTION_MASK])
         states = {
-            key: torch.rand(rows, *state.shape).mul(2).sub(1).to(state.dtype) for key, state in self.first.items()
+            key: torch.rand(rows, *state.shape).mul(2).sub(1).to(state.dtype)
+            for key, state in self.initial_states.items()
         }
-        return {**found, **states}
+        return {**entries, **states}
 
 
-def _drawn(spec: TensorSpec, rows: int) -> Tensor:
+def _random_entries(spec: TensorSpec, rows: int) -> Tensor:
     """Return random entries ``[rows, *F]``: uniform within the bounds, and around zero without bounds."""
     if not (isinstance(spec, Bounded | Unbounded) and spec.dtype.is_floating_point):
         return spec.rand(torch.Size([rows]))
@@ -120,8 +129,8 @@ def _drawn(spec: TensorSpec, rows: int) -> Tensor:
     if not isinstance(spec, Bounded):
         return normal
     low, high = spec.space.low, spec.space.high
-    even = low + (high - low) * torch.rand_like(normal)
-    return torch.where((low > -_FAR) & (high < _FAR), even, normal.clamp(low, high))
+    uniform = low + (high - low) * torch.rand_like(normal)
+    return torch.where((low > -_LARGEST_BOUND) & (high < _LARGEST_BOUND), uniform, normal.clamp(low, high))
 
 
 def export_policy(policy: LoadedPolicy, path: str | Path, *, format: Format = "torch") -> dict[str, Any]:
@@ -154,78 +163,78 @@ def export_policy(policy: LoadedPolicy, path: str | Path, *, format: Format = "t
     if one_of(format, "format", SUFFIXES) == "onnx":
         _check_extra()
     program = PolicyProgram(policy).eval()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), _quiet():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), _without_export_warnings():
         torch.manual_seed(0)
-        example = list(program.drawn(3).values())
-        described = _described(program, example)
+        example = list(program.random_inputs(3).values())
+        description = _describe(program, example)
         try:
             batch = torch.export.Dim("batch")
             traced = torch.export.export(program, tuple(example), dynamic_shapes=(tuple({0: batch} for _ in example),))
         except Exception as error:  # user-defined parts of a policy can raise any exception
             raise ValueError(
-                f"the policy cannot be traced by torch.export: {type(error).__name__}: {_line(error)}"
+                f"the policy cannot be traced by torch.export: {type(error).__name__}: {_one_line(error)}"
             ) from error
-        content, run = (_as_onnx if format == "onnx" else _as_torch)(traced, described)
+        content, run = (_as_onnx if format == "onnx" else _as_torch)(traced, description)
         check_program(policy, program, run, f"format={format}")
     with replaced_files(path) as (file,):
         file.write(content)
-    return described
+    return description
 
 
-def _described(program: PolicyProgram, example: list[Tensor]) -> dict[str, Any]:
-    given = program(*example)
-    sides = {
+def _describe(program: PolicyProgram, example: list[Tensor]) -> dict[str, Any]:
+    outputs = program(*example)
+    tensors_by_side = {
         "inputs": dict(zip(program.inputs, example, strict=True)),
-        "outputs": dict(zip(program.outputs, given if program.first else (given,), strict=True)),
+        "outputs": dict(zip(program.outputs, outputs if program.initial_states else (outputs,), strict=True)),
     }
     return {
         side: {
             name: {"shape": ["N", *tensor.shape[1:]], "dtype": str(tensor.dtype).removeprefix("torch.")}
             for name, tensor in tensors.items()
         }
-        for side, tensors in sides.items()
+        for side, tensors in tensors_by_side.items()
     }
 
 
-def _as_torch(traced: torch.export.ExportedProgram, described: Mapping[str, Any]) -> tuple[bytes, _Run]:
+def _as_torch(traced: torch.export.ExportedProgram, description: Mapping[str, Any]) -> tuple[bytes, _Run]:
     """Return the content of a torch file, and a function that runs the program loaded from it."""
     buffer = io.BytesIO()
-    torch.export.save(traced, buffer, extra_files={DESCRIBED: json.dumps(described)})
-    read = torch.export.load(io.BytesIO(buffer.getvalue())).module()
+    torch.export.save(traced, buffer, extra_files={DESCRIPTION_FILE: json.dumps(description)})
+    module = torch.export.load(io.BytesIO(buffer.getvalue())).module()
 
-    def run(given: list[Tensor]) -> Sequence[Any]:
-        found = read(*given)
-        return found if isinstance(found, tuple) else (found,)
+    def run(inputs: list[Tensor]) -> Sequence[Any]:
+        outputs = module(*inputs)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
 
     return buffer.getvalue(), run
 
 
-def _as_onnx(traced: torch.export.ExportedProgram, described: Mapping[str, Any]) -> tuple[bytes, _Run]:
+def _as_onnx(traced: torch.export.ExportedProgram, description: Mapping[str, Any]) -> tuple[bytes, _Run]:
     """Return the content of an ONNX file, and a function that runs it."""
     import onnxruntime
 
     try:
-        made: Any = torch.onnx.export(
+        program: Any = torch.onnx.export(
             traced,
             dynamo=True,
-            input_names=list(described["inputs"]),
-            output_names=list(described["outputs"]),
+            input_names=list(description["inputs"]),
+            output_names=list(description["outputs"]),
             verbose=False,
         )
     except torch.onnx.errors.OnnxExporterError as error:
-        lacking = next(filter(None, map(_LACKING.search, map(str, _causes(error)))), None)
-        reason = f"has no operator for {lacking[1]}" if lacking else f"does not hold it: {_line(error)}"
-        raise ValueError(f"ONNX {reason}, which the policy computes; take format=torch") from error
-    model = made.model_proto
+        missing_operator = next(filter(None, map(_MISSING_OPERATOR.search, map(str, _cause_chain(error)))), None)
+        reason = f"ONNX has no operator for {missing_operator[1]}" if missing_operator else _one_line(error)
+        raise ValueError(f"format=onnx cannot export this policy: {reason}. Use format=torch") from error
+    model = program.model_proto
     _name_batch(model.graph)
     entry = model.metadata_props.add()
-    entry.key, entry.value = DESCRIBED, json.dumps(described)
+    entry.key, entry.value = DESCRIPTION_FILE, json.dumps(description)
     content: bytes = model.SerializeToString()
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
 
-    def run(given: list[Tensor]) -> Sequence[Any]:
-        tensors = {name: tensor.numpy() for name, tensor in zip(described["inputs"], given, strict=True)}
-        return [torch.from_numpy(found) for found in session.run(list(described["outputs"]), tensors)]
+    def run(inputs: list[Tensor]) -> Sequence[Any]:
+        tensors = {name: tensor.numpy() for name, tensor in zip(description["inputs"], inputs, strict=True)}
+        return [torch.from_numpy(output) for output in session.run(list(description["outputs"]), tensors)]
 
     return content, run
 
@@ -234,12 +243,12 @@ def _name_batch(graph: Any) -> None:
     """Rename the batch dimension of an ONNX graph to N; the exporter chooses its own name."""
     shapes = [value.type.tensor_type.shape.dim for value in (*graph.input, *graph.output, *graph.value_info)]
     batch = shapes[0][0].dim_param
-    for dimension in (each for shape in shapes for each in shape if each.dim_param == batch):
+    for dimension in (size for shape in shapes for size in shape if size.dim_param == batch):
         dimension.dim_param = "N"
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _without_export_warnings() -> Iterator[None]:
     """Hide torch's warnings about recurrent weights and its ONNX log messages about missing libraries."""
     log = logging.getLogger("torch.onnx")
     level = log.level
@@ -258,37 +267,44 @@ def _check_extra() -> None:
         raise ImportError(f"format=onnx needs {' and '.join(missing)}: pip install 'torchrl-lightning[onnx]'")
 
 
-def check_program(policy: LoadedPolicy, program: PolicyProgram, run: _Run, name_of_run: str) -> None:
+def check_program(policy: LoadedPolicy, program: PolicyProgram, run: _Run, program_name: str) -> None:
     """Compare a program with its policy on one row and on many; raise ValueError if their outputs differ."""
-    twin = LoadedPolicy(policy.policy, policy.specs)  # a second object, so that the policy's states stay unchanged
-    unread = {key: spec for key, spec in policy.specs.observation.items(True, True) if key not in program.observed}
+    reference = LoadedPolicy(policy.policy, policy.specs)  # a second object, so that the policy's states stay unchanged
+    unread = {
+        key: spec for key, spec in policy.specs.observation.items(True, True) if key not in program.observation_specs
+    }
     for rows in _ROWS:
-        given = program.drawn(rows)
-        states = {key: given[key] for key in program.first}
-        shown = {key: given[key] for key in program.observed} | {key: spec.zero([rows]) for key, spec in unread.items()}
-        action = twin.act(TensorDict(shown, [rows]).to_dict(), state=states)
-        expected = [torch.as_tensor(action), *(twin.state[key] for key in states)]
-        for name, found, wanted in zip(program.outputs, run(list(given.values())), expected, strict=True):
-            exact = not wanted.is_floating_point()
-            if found.shape != wanted.shape or found.dtype != wanted.dtype:
-                reason = f"{list(found.shape)} of {found.dtype}, not {list(wanted.shape)} of {wanted.dtype}"
-            elif exact and not torch.equal(found, wanted):
-                reason = f"another one for {int((found != wanted).reshape(rows, -1).any(1).sum())} of {rows}"
-            elif not exact and not torch.allclose(found, wanted, rtol=1e-3, atol=1e-5):
-                reason = f"as far off as {float((found - wanted).abs().max()):.3g}"
+        inputs = program.random_inputs(rows)
+        states = {key: inputs[key] for key in program.initial_states}
+        observation = {key: inputs[key] for key in program.observation_specs} | {
+            key: spec.zero([rows]) for key, spec in unread.items()
+        }
+        action = reference.act(TensorDict(observation, [rows]).to_dict(), state=states)
+        expected = [torch.as_tensor(action), *(reference.state[key] for key in states)]
+        for name, output, expected_output in zip(program.outputs, run(list(inputs.values())), expected, strict=True):
+            is_exact = not expected_output.is_floating_point()
+            if output.shape != expected_output.shape or output.dtype != expected_output.dtype:
+                shapes = list(output.shape), list(expected_output.shape)
+                reason = f"{shapes[0]} of {output.dtype} instead of {shapes[1]} of {expected_output.dtype}"
+            elif is_exact and not torch.equal(output, expected_output):
+                reason = (
+                    f"different values for {int((output != expected_output).reshape(rows, -1).any(1).sum())} of them"
+                )
+            elif not is_exact and not torch.allclose(output, expected_output, rtol=1e-3, atol=1e-5):
+                reason = f"differences of up to {float((output - expected_output).abs().max()):.3g}"
             else:
                 continue
             raise ValueError(
-                f"{name_of_run} does not give what the policy gives: of {rows} random observations {name!r} is "
-                f"{reason}; does the policy draw random numbers, or decide by what it sees?"
+                f"{program_name} must give the policy's {name!r} for {rows} random observations, got {reason}. A "
+                "policy that draws random numbers or branches on observations cannot be exported"
             )
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def _cause_chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]

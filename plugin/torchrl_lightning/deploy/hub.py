@@ -31,16 +31,16 @@ from torchrl_lightning.deploy.loading import (
 )
 
 VERSION = 1
-_WEIGHTS, _CONTENT, _CARD = "model.safetensors", "config.json", "README.md"
-_TENSOR = "__tensor__"
+_WEIGHTS_FILE, _CONFIG_FILE, _CARD_FILE = "model.safetensors", "config.json", "README.md"
+_TENSOR_KEY = "__tensor__"
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 # Entries of a checkpoint that only a resumed run needs, not a policy.
-_OF_RUNS = {
+_RUN_ENTRIES = {
     *("epoch", "global_step", "pytorch-lightning_version", "loops", "callbacks", "optimizer_states", "lr_schedulers"),
     *("hparams_name", "hyper_parameters", "hparams_type", "MixedPrecision", CONFIG, COMMAND, SEAL),
     *("datamodule_hparams_name", "datamodule_hyper_parameters", "datamodule_hparams_type"),
 }
-_OF_DATA = ("fingerprint", "specs", "normalization")
+_DATA_ENTRIES = ("fingerprint", "specs", "normalization")
 
 
 @printable_errors()
@@ -64,37 +64,37 @@ def save_pretrained(run: str | Path, folder: str | Path, *, name: str | None = N
     Examples:
         >>> save_pretrained("logs/run", "cartpole")  # doctest: +SKIP
     """
-    if all((Path(run) / name).is_file() for name in (_WEIGHTS, _CONTENT)):
+    if all((Path(run) / name).is_file() for name in (_WEIGHTS_FILE, _CONFIG_FILE)):
         raise ValueError(
-            f"{run} is no run, but what save_pretrained has written of one, ready to be published; give the run, or "
-            f"upload the folder as it is: hf upload OWNER/NAME {run}"
+            f"run must be the folder of a run or a checkpoint, got {run}, which save_pretrained wrote. Pass the run, "
+            f"or upload the folder: hf upload OWNER/NAME {run}"
         )
     folder, path = Path(folder), checkpoint_of(run)
     stored = read_checkpoint(path)
-    data = next((key for key, state in stored.items() if isinstance(state, Mapping) and "specs" in state), None)
-    if data is None:
-        raise ValueError(f"{path} holds no environment specs: it was not written through one of our DataModules")
+    data_key = next((key for key, state in stored.items() if isinstance(state, Mapping) and "specs" in state), None)
+    if data_key is None:
+        raise ValueError(f"{path} contains no environment specs: its run did not use one of our DataModules")
     try:
-        model = without_folders(_model_in(stored, path, trusted=False))
+        model = without_folders(_model_config(stored, path, trusted=False))
         trusted = False  # not needed: no class is from another package
     except ValueError as error:  # it names classes of other packages
         if not trusted:
-            raise ValueError(f"{error}. If you trust whoever made it, say trusted=True") from error
-        model = without_folders(_model_in(stored, path, trusted=True))
-    state = stored[data]
-    kept = {
-        **{key: value for key, value in stored.items() if key not in _OF_RUNS and key != data},
-        data: {key: state[key] for key in _OF_DATA},
+            raise ValueError(f"{error}. If you trust its author, pass trusted=True") from error
+        model = without_folders(_model_config(stored, path, trusted=True))
+    state = stored[data_key]
+    policy_entries = {
+        **{key: value for key, value in stored.items() if key not in _RUN_ENTRIES and key != data_key},
+        data_key: {key: state[key] for key in _DATA_ENTRIES},
     }
     try:
         frames = int(state["ranks"][0]["frames"])
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} does not say for how many frames it was trained; name another checkpoint") from error
-    policy = extract_policy({**kept, CONFIG: {"model": model}}, path, deterministic=True, trusted=trusted)
+        raise ValueError(f"{path} does not contain the number of training frames. Use another checkpoint") from error
+    policy = extract_policy({**policy_entries, CONFIG: {"model": model}}, path, deterministic=True, trusted=trusted)
     tensors: dict[str, Tensor] = {}
-    content = json.loads(json.dumps(_apart(kept, "", tensors)))  # as a reader of the file gets it
-    sealed = _joined(content, tensors)
-    add_checksums(sealed, *sealed)
+    content = json.loads(json.dumps(_split_tensors(policy_entries, "", tensors)))  # tuples become lists, as in the file
+    entries_with_checksums = _merge_tensors(content, tensors)
+    add_checksums(entries_with_checksums, *entries_with_checksums)
     settings = {group: without_folders(stored[CONFIG][group]) for group in ("model", "data") if group in stored[CONFIG]}
     card = render_model_card(
         name or str(folder),
@@ -105,17 +105,26 @@ def save_pretrained(run: str | Path, folder: str | Path, *, name: str | None = N
         settings=settings,
         trusted=trusted,
     )
-    written = {"schema_version": VERSION, CONFIG: {"model": model}, "content": content, SEAL: sealed[SEAL]}
+    document = {
+        "schema_version": VERSION,
+        CONFIG: {"model": model},
+        "content": content,
+        SEAL: entries_with_checksums[SEAL],
+    }
     folder.mkdir(parents=True, exist_ok=True)
-    with replaced_files(*(folder / each for each in (_WEIGHTS, _CONTENT, _CARD))) as (weights, contents, text):
-        weights.write(safetensors.torch.save(tensors))
-        contents.write(json.dumps(written, indent=1).encode())
-        text.write(card.encode())
+    with replaced_files(*(folder / file for file in (_WEIGHTS_FILE, _CONFIG_FILE, _CARD_FILE))) as (
+        weights_file,
+        config_file,
+        card_file,
+    ):
+        weights_file.write(safetensors.torch.save(tensors))
+        config_file.write(json.dumps(document, indent=1).encode())
+        card_file.write(card.encode())
 
 
-def _model_in(stored: Mapping[str, Any], path: Path, *, trusted: bool) -> dict[str, Any]:
-    found: dict[str, Any] = extract_config(stored, path, "model", trusted=trusted)["model"]
-    return found
+def _model_config(stored: Mapping[str, Any], path: Path, *, trusted: bool) -> dict[str, Any]:
+    config: dict[str, Any] = extract_config(stored, path, "model", trusted=trusted)["model"]
+    return config
 
 
 def push_to_hub(run: str | Path, repo: str, *, private: bool | None = None, trusted: bool = False) -> str:
@@ -140,8 +149,8 @@ def push_to_hub(run: str | Path, repo: str, *, private: bool | None = None, trus
         >>> push_to_hub("logs/run", "me/ppo-cartpole")  # doctest: +SKIP
     """
     if not _REPOSITORY.fullmatch(repo):
-        raise ValueError(f"repo={repo!r} is no repository; expected 'owner/name'")
-    hub = _hub()
+        raise ValueError(f"repo={repo!r} must have the form 'owner/name'")
+    hub = _import_hub()
     with tempfile.TemporaryDirectory() as folder:
         save_pretrained(run, folder, name=repo, trusted=trusted)
         api = hub.HfApi()
@@ -187,7 +196,7 @@ def is_pretrained(source: str | Path) -> bool:
     """Return whether :func:`read_pretrained` reads this source, which is then neither a run nor a checkpoint."""
     if not Path(source).exists():
         return _REPOSITORY.fullmatch(str(source)) is not None
-    return (Path(source) / _CONTENT).is_file()
+    return (Path(source) / _CONFIG_FILE).is_file()
 
 
 @printable_errors()
@@ -195,91 +204,91 @@ def read_pretrained(
     source: str | Path, *, revision: str | None = None, limit: int = PRETRAINED_BYTES
 ) -> dict[str, Any]:
     """Read a folder or a repository as a checkpoint's entries; arguments and errors as in :func:`from_pretrained`."""
-    limits = {_CONTENT: PRETRAINED_CONTENT, _WEIGHTS: limit}
-    read = _local if Path(source).is_dir() else _downloaded
-    paths = read(str(source), limits, revision)
+    limits = {_CONFIG_FILE: PRETRAINED_CONTENT, _WEIGHTS_FILE: limit}
+    fetch = _local_files if Path(source).is_dir() else _download_files
+    paths = fetch(str(source), limits, revision)
     try:
-        written = json.loads(paths[_CONTENT].read_bytes())
-        check_state(written, {CONFIG: mapping, "content": mapping, SEAL: mapping}, _CONTENT, VERSION)
-        tensors = safetensors.torch.load(paths[_WEIGHTS].read_bytes())
-        stored = {**_joined(written["content"], tensors), CONFIG: written[CONFIG], SEAL: written[SEAL]}
+        document = json.loads(paths[_CONFIG_FILE].read_bytes())
+        check_state(document, {CONFIG: mapping, "content": mapping, SEAL: mapping}, _CONFIG_FILE, VERSION)
+        tensors = safetensors.torch.load(paths[_WEIGHTS_FILE].read_bytes())
+        stored = {**_merge_tensors(document["content"], tensors), CONFIG: document[CONFIG], SEAL: document[SEAL]}
         verify_checksums(stored, str(source))
     except Exception as error:  # damaged or hostile files raise any error
         reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"{source} holds no policy of ours: {type(error).__name__}: {reason}") from error
+        raise ValueError(
+            f"{source} does not contain a policy of torchrl-lightning: {type(error).__name__}: {reason}"
+        ) from error
     return stored
 
 
-def _local(source: str, limits: Mapping[str, int], revision: str | None) -> dict[str, Path]:
+def _local_files(source: str, limits: Mapping[str, int], revision: str | None) -> dict[str, Path]:
     paths = {name: Path(source) / name for name in limits}
     for name, path in paths.items():
         if not path.is_file():
-            raise ValueError(f"{source} holds no {name}; expected a folder as save_pretrained writes it")
+            raise ValueError(f"{source} has no {name}. Pass a folder that save_pretrained wrote")
         _check_size(source, name, path.stat().st_size, limits[name])
     return paths
 
 
-def _downloaded(source: str, limits: Mapping[str, int], revision: str | None) -> dict[str, Path]:
+def _download_files(source: str, limits: Mapping[str, int], revision: str | None) -> dict[str, Path]:
     if not _REPOSITORY.fullmatch(source):
-        raise ValueError(f"{source} is neither a folder nor a repository, 'owner/name'")
+        raise ValueError(f"{source} is neither a folder nor a repository 'owner/name'")
     try:
-        hub = _hub()
+        hub = _import_hub()
     except ImportError as error:
-        raise ImportError(f"{source} is no folder; {error}") from error
+        raise ImportError(f"{source} is not a folder; {error}") from error
     try:
-        found = hub.HfApi().get_paths_info(source, list(limits), revision=revision)
-        sizes = {each.path: each.size for each in found}
+        infos = hub.HfApi().get_paths_info(source, list(limits), revision=revision)
+        sizes = {info.path: info.size for info in infos}
     except Exception as error:  # the client and the network raise any error
-        raise _not_fetched(source, error) from error
-    for name, most in limits.items():
+        raise _download_error(source, error) from error
+    for name, limit in limits.items():
         if not isinstance(sizes.get(name), int):
-            raise ValueError(f"{source} holds no {name}; expected a repository as push_to_hub writes it")
-        _check_size(source, name, sizes[name], most)
+            raise ValueError(f"{source} has no {name}. Pass a repository that push_to_hub wrote")
+        _check_size(source, name, sizes[name], limit)
     try:
         paths = {name: Path(hub.hf_hub_download(source, name, revision=revision)) for name in limits}
     except Exception as error:
-        raise _not_fetched(source, error) from error
-    return _local(str(paths[_CONTENT].parent), limits, revision)
+        raise _download_error(source, error) from error
+    return _local_files(str(paths[_CONFIG_FILE].parent), limits, revision)
 
 
-def _not_fetched(source: str, error: Exception) -> ValueError:
+def _download_error(source: str, error: Exception) -> ValueError:
     reason = " ".join(str(error).split())[:200]
-    return ValueError(f"{source} is no folder, and cannot be read from the hub: {type(error).__name__}: {reason}")
+    return ValueError(f"{source} is not a folder, and cannot be read from the hub: {type(error).__name__}: {reason}")
 
 
 def _check_size(source: str, name: str, size: int, limit: int) -> None:
     if size > limit:
-        raise ValueError(
-            f"{name} in {source} has {size} bytes, more than the limit of {limit}; a larger one takes limit="
-        )
+        raise ValueError(f"{name} in {source} must have at most {limit} bytes, got {size}. Raise limit= to accept it")
 
 
-def _hub() -> Any:
+def _import_hub() -> Any:
     try:
         return import_module("huggingface_hub")
     except ImportError as error:
         raise ImportError("the hub needs huggingface_hub: pip install 'torchrl-lightning[hub]'") from error
 
 
-def _apart(node: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+def _split_tensors(node: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """Return plain data with names instead of tensors and add the tensors to ``tensors``; weights keep their names."""
     if isinstance(node, Tensor):
         name = name.removeprefix("state_dict/")
         tensors[name] = node.detach().cpu().clone().contiguous()
-        return {_TENSOR: name}
+        return {_TENSOR_KEY: name}
     if isinstance(node, Mapping):
-        return {key: _apart(value, f"{name}/{key}" if name else key, tensors) for key, value in node.items()}
+        return {key: _split_tensors(value, f"{name}/{key}" if name else key, tensors) for key, value in node.items()}
     if isinstance(node, list | tuple):
-        return [_apart(value, f"{name}/{number}", tensors) for number, value in enumerate(node)]
+        return [_split_tensors(value, f"{name}/{number}", tensors) for number, value in enumerate(node)]
     if node is None or isinstance(node, bool | int | float | str):
         return node
-    raise TypeError(f"the checkpoint's {name} is a {type(node).__name__}; only plain data can be published")
+    raise TypeError(f"{name} in the checkpoint must be plain data, got a {type(node).__name__}")
 
 
-def _joined(node: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _merge_tensors(node: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return plain data in which the named tensors replace their names."""
     if isinstance(node, dict):
-        if set(node) == {_TENSOR}:
-            return tensors[node[_TENSOR]]
-        return {key: _joined(value, tensors) for key, value in node.items()}
-    return [_joined(value, tensors) for value in node] if isinstance(node, list) else node
+        if set(node) == {_TENSOR_KEY}:
+            return tensors[node[_TENSOR_KEY]]
+        return {key: _merge_tensors(value, tensors) for key, value in node.items()}
+    return [_merge_tensors(value, tensors) for value in node] if isinstance(node, list) else node

@@ -38,9 +38,9 @@ from torchrl_lightning.environments.policy_calls import recurrent_states
 from torchrl_lightning.environments.specs import EnvironmentSpecs, specs_from_state
 
 CONFIG = "config"  # the checkpoint key of the run's config
-_KINDS = {"data": LightningDataModule, "model": LightningModule}
-_TRAINING = re.compile(r"(\w+_)?optimizer|buffer|source")
-_TRUST = "If you trust whoever made the checkpoint, say"
+_BASE_CLASSES = {"data": LightningDataModule, "model": LightningModule}
+_TRAINING_ARGUMENT = re.compile(r"(\w+_)?optimizer|buffer|source")
+_TRUST_REMEDY = "If you trust the author of the checkpoint, use"
 
 
 class LoadedPolicy(TensorDictModuleBase):
@@ -61,7 +61,7 @@ class LoadedPolicy(TensorDictModuleBase):
         self.policy, self.specs, self.deterministic, self.environment = policy, specs, deterministic, environment
         self.in_keys, self.out_keys = list(policy.in_keys), list(policy.out_keys)
         self.state: dict[NestedKey, Tensor] = {}
-        self._acted: int | None = None  # the batch size of the last call and of the recurrent states
+        self._last_batch_size: int | None = None  # the batch size of the last call and of the recurrent states
         self._mask = action_mask(specs.observation, specs.action) if ACTION_MASK in self.in_keys else None
         self._limits = magnitude_limits(policy, specs.observation)
         self.requires_grad_(False)
@@ -76,8 +76,8 @@ class LoadedPolicy(TensorDictModuleBase):
         """Write the action, and the next recurrent states of a recurrent policy, into a TensorDict ``[N]``."""
         mode = ExplorationType.DETERMINISTIC if self.deterministic else ExplorationType.RANDOM
         with torch.no_grad(), set_exploration_type(mode):
-            acted: TensorDictBase = self.policy(tensordict)
-        return acted
+            outputs: TensorDictBase = self.policy(tensordict)
+        return outputs
 
     def act(
         self, observation: Any, *, starts: Any = False, state: Mapping[NestedKey, Tensor] | None = None
@@ -114,24 +114,27 @@ class LoadedPolicy(TensorDictModuleBase):
         if self._mask is not None and count is None:  # in a batch, ended episodes may have empty masks
             self._mask.check(entries[ACTION_MASK])
         check_magnitudes(entries, self._limits)
-        begins = torch.as_tensor(np.broadcast_to(np.asarray(starts, dtype=bool), rows).copy())[:, None]
+        is_init = torch.as_tensor(np.broadcast_to(np.asarray(starts, dtype=bool), rows).copy())[:, None]
         states = recurrent_states(self.policy, rows)
-        kept = self.state if state is None else state
-        acted = next((len(kept[key]) for key in states if key in kept), self._acted if state is None else rows)
-        if acted == rows:
-            states = {key: kept.get(key, value) for key, value in states.items()}
-        elif not states or acted is None or begins.all():
-            begins = torch.ones_like(begins)
+        stored_states = self.state if state is None else state
+        last_rows = next(
+            (len(stored_states[key]) for key in states if key in stored_states),
+            self._last_batch_size if state is None else rows,
+        )
+        if last_rows == rows:
+            states = {key: stored_states.get(key, value) for key, value in states.items()}
+        elif not states or last_rows is None or is_init.all():
+            is_init = torch.ones_like(is_init)
         else:
             raise ValueError(
-                f"the recurrent states are of {acted} environments, but the observation is of {rows}. Say starts=True "
-                "if episodes begin, or load another policy for these."
+                f"The observation must be of {last_rows} environments, as the recurrent states are, got {rows}. Pass "
+                "starts=True if episodes begin, or load another policy for these environments"
             )
-        step = self(TensorDict({**entries, **states, "is_init": begins}, [rows]))
-        self.state, self._acted = {key: step[unravel_key(("next", key))] for key in states}, rows
-        form = self.specs.action_format
-        action: NDArray[Any] = form.to_environment(step["action"]).numpy()
-        return form.single(action) if count is None else action
+        step = self(TensorDict({**entries, **states, "is_init": is_init}, [rows]))
+        self.state, self._last_batch_size = {key: step[unravel_key(("next", key))] for key in states}, rows
+        action_format = self.specs.action_format
+        action: NDArray[Any] = action_format.to_environment(step["action"]).numpy()
+        return action_format.single(action) if count is None else action
 
     @printable_errors()
     def recipe(self, *, trusted: bool = False) -> EnvironmentRecipe:
@@ -147,7 +150,9 @@ class LoadedPolicy(TensorDictModuleBase):
         """
         settings = self.environment if isinstance(self.environment, Mapping) else {"id": self.environment}
         if settings.get("id") is None:
-            raise ValueError("the checkpoint does not say how its environment was made; make it as in training")
+            raise ValueError(
+                "The checkpoint has no environment id and no recipe settings. Make the environment as in training"
+            )
         try:
             check_config(
                 {**settings, "_target_": "torchrl_lightning.EnvironmentRecipe"},
@@ -155,11 +160,11 @@ class LoadedPolicy(TensorDictModuleBase):
                 trusted=trusted,
             )
         except ValueError as error:
-            raise ValueError(f"{error}. {_TRUST} recipe(trusted=True)") from error
+            raise ValueError(f"{error}. {_TRUST_REMEDY} recipe(trusted=True)") from error
         try:
             return EnvironmentRecipe(**settings)
         except TypeError as error:
-            raise ValueError(f"the checkpoint holds no settings of a recipe: {error}") from error
+            raise ValueError(f"The environment in the checkpoint has invalid recipe settings: {error}") from error
 
 
 @printable_errors()
@@ -203,11 +208,13 @@ def checkpoint_of(run: str | Path) -> Path:
     path = Path(run)
     if not path.is_dir():
         return path
-    known = [path / "checkpoints" / name for name in ("best.ckpt", "last.ckpt")]
-    found = next((each for each in known if each.is_file()), None)
-    if found is None:
-        raise ValueError(f"{run} has neither checkpoints/best.ckpt nor checkpoints/last.ckpt; name a run, or a file")
-    return found
+    candidates = [path / "checkpoints" / name for name in ("best.ckpt", "last.ckpt")]
+    checkpoint = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if checkpoint is None:
+        raise ValueError(
+            f"{run} has neither checkpoints/best.ckpt nor checkpoints/last.ckpt. Use a run, or a checkpoint"
+        )
+    return checkpoint
 
 
 @printable_errors()
@@ -227,11 +234,11 @@ def read_checkpoint(path: str | Path, *, mapped: bool = False, verify: bool = Tr
         stored = load_checkpoint(path, mapped=mapped)
     except ValueError as error:
         raise ValueError(
-            f"{path} is no whole checkpoint of plain data: {error}; "
-            "name one that a run has written, such as RUN/checkpoints/best.ckpt"
+            f"{path} is not a complete checkpoint of plain data: {error}. Use a checkpoint of a run, such as "
+            "RUN/checkpoints/best.ckpt"
         ) from error
     if not isinstance(stored, dict):
-        raise ValueError(f"{path} holds a {type(stored).__name__}, which is no checkpoint")
+        raise ValueError(f"{path} must contain a dict, got a {type(stored).__name__}. Use a checkpoint of a run")
     if verify:
         verify_checksums(stored, str(path))
     return stored
@@ -242,12 +249,12 @@ def extract_policy(
     stored: dict[str, Any], path: str | Path, module: Any = None, *, deterministic: bool, trusted: bool = False
 ) -> LoadedPolicy:
     """Return the policy of a checkpoint that is already in memory; see :func:`load_policy`."""
-    state, specs, normalizer = _environment_in(stored, path)
+    state, specs, normalizer = _read_environment(stored, path)
     # A stub with all trainer attributes that a module reads without a fit.
     data = SimpleNamespace(specs=specs if normalizer is None else normalizer.specs)
     trainer = SimpleNamespace(datamodule=data, precision="32-true", precision_plugin=None, world_size=1, global_rank=0)
     if module is None:
-        module = _module_in(stored, path, trainer, trusted=trusted)
+        module = _build_module(stored, path, trainer, trusted=trusted)
     module.trainer = trainer
     try:
         module.configure_model()
@@ -256,13 +263,13 @@ def extract_policy(
         module.load_state_dict(stored["state_dict"])
     except (RuntimeError, KeyError, ValueError) as error:
         raise ValueError(
-            f"the weights in {path} do not fit this {type(module).__name__}; build it with the arguments that it was "
-            f"trained with. {error}"
+            f"The weights in {path} do not fit this {type(module).__name__}. Build it with the arguments of the "
+            f"training. {error}"
         ) from error
     finally:
         module.trainer = None
     if not callable(LearnerApi.of(module).policy):
-        raise TypeError(f"{type(module).__name__} has no attribute `policy`, the TensorDict module that acts")
+        raise TypeError(f"{type(module).__name__} must have an attribute `policy`, the TensorDict module of the policy")
     policy = module.policy if normalizer is None else NormalizedPolicy(module.policy, normalizer)
     return LoadedPolicy(policy, specs, deterministic=deterministic, environment=state["fingerprint"]["environment"])
 
@@ -273,52 +280,52 @@ def extract_statistics(stored: Mapping[str, Any], path: str | Path) -> Mapping[s
     Raises:
         ValueError: The run of the checkpoint did not use one of our DataModules.
     """
-    found: Mapping[str, Any] = _environment_in(stored, path)[0]["normalization"]
-    return found
+    statistics: Mapping[str, Any] = _read_environment(stored, path)[0]["normalization"]
+    return statistics
 
 
-def _environment_in(
+def _read_environment(
     stored: Mapping[str, Any], path: str | Path
 ) -> tuple[Mapping[str, Any], EnvironmentSpecs, ObservationNormalizer | None]:
     """Return the state of a checkpoint's DataModule, its specs and its normaliser or None."""
     states = (state for state in stored.values() if isinstance(state, Mapping) and "specs" in state)
     if (state := next(states, None)) is None:
-        raise ValueError(f"{path} holds no environment specs: it was not written through one of our DataModules")
+        raise ValueError(f"{path} contains no environment specs: its run did not use one of our DataModules")
     if "normalization" not in state:
-        raise ValueError(f"{path} was written by an earlier development version; train anew")
+        raise ValueError(f"{path} was written by an earlier development version. Train again")
     if not isinstance(stored.get("state_dict"), Mapping):
-        raise ValueError(f"{path} holds no weights (no state_dict)")
+        raise ValueError(f"{path} contains no weights (state_dict)")
     try:
         specs, moments = specs_from_state(state["specs"]), state["normalization"]["observation"]
         normalizer = ObservationNormalizer.from_state(specs, moments) if moments else None
         state["fingerprint"]["environment"]
     except Exception as error:  # invalid data can raise any exception in specs and tensors
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise ValueError(f"{path} describes no environment of ours: {reason}") from error
+        raise ValueError(f"{path} contains invalid environment specs: {reason}") from error
     return state, specs, normalizer
 
 
-def _module_in(stored: Mapping[str, Any], path: str | Path, trainer: Any, *, trusted: bool) -> Any:
+def _build_module(stored: Mapping[str, Any], path: str | Path, trainer: Any, *, trusted: bool) -> Any:
     """Build the module from a checkpoint's config, after checking its network sizes against the weights."""
     try:
         config = extract_config(stored, path, "model", trusted=trusted)["model"]
     except ValueError as error:
         raise ValueError(
-            f"{error}. {_TRUST} trusted=True, or build the module yourself and pass it: "
+            f"{error}. {_TRUST_REMEDY} trusted=True, or build the module yourself and pass it: "
             "load_policy(path, module=MyModule(...))"
         ) from error
 
     def build() -> Any:
-        trial = instantiate(config)
-        trial.trainer = trainer
-        trial.configure_model()
-        trial.on_load_checkpoint(stored)
-        return trial
+        module = instantiate(config)
+        module.trainer = trainer
+        module.configure_model()
+        module.on_load_checkpoint(stored)
+        return module
 
     try:
         check_weights(build, stored, own=trusted)
     except ValueError as error:
-        raise ValueError(f"the config in {path} does not fit its weights: {error}") from error
+        raise ValueError(f"The config in {path} does not fit its weights: {error}") from error
     return instantiate(config)
 
 
@@ -328,16 +335,18 @@ def extract_config(stored: Mapping[str, Any], path: str | Path, *groups: str, tr
     Raises:
         ValueError: The checkpoint has no config, or :func:`~torchrl_lightning._core.trust.check_config` rejects it.
     """
-    config, where = stored.get(CONFIG), f"the config in {path}"
+    config, source = stored.get(CONFIG), f"the config in {path}"
     if not isinstance(config, Mapping) or any(not isinstance(config.get(group), dict) for group in groups):
-        raise ValueError(f"{path} holds no config, as a run of torchrl-lightning-train writes it")
-    chosen = {group: config[group] for group in groups}
-    check_config(chosen, where=where, trusted=trusted, folders=False)
-    for group, node in chosen.items():
+        raise ValueError(f"{path} contains no config. Use a checkpoint of torchrl-lightning-train")
+    configs = {group: config[group] for group in groups}
+    check_config(configs, where=source, trusted=trusted, folders=False)
+    for group, node in configs.items():
         target = resolve_target(node.get("_target_", ""))
-        if target is not None and not (isinstance(target, type) and issubclass(target, _KINDS[group])):
-            raise ValueError(f"{where} has {group}._target_={node['_target_']}, which is no {_KINDS[group].__name__}")
-    return {group: without_training(without_folders(node)) for group, node in chosen.items()}
+        if target is not None and not (isinstance(target, type) and issubclass(target, _BASE_CLASSES[group])):
+            raise ValueError(
+                f"{source} has {group}._target_={node['_target_']}, which is not a {_BASE_CLASSES[group].__name__}"
+            )
+    return {group: without_training(without_folders(node)) for group, node in configs.items()}
 
 
 def without_training(node: dict[str, Any]) -> dict[str, Any]:
@@ -348,12 +357,12 @@ def without_training(node: dict[str, Any]) -> dict[str, Any]:
     target = resolve_target(node.get("_target_", ""))
     if target is None:
         return node
-    kept = {key: value for key, value in node.items() if not _TRAINING.fullmatch(str(key))}
+    remaining = {key: value for key, value in node.items() if not _TRAINING_ARGUMENT.fullmatch(str(key))}
     parameters = inspect.signature(target).parameters
-    needed = {key for key in node if key in parameters and parameters[key].default is inspect.Parameter.empty}
-    if "buffer" in needed:  # a placeholder: the partial is never called
-        kept["buffer"] = {"_target_": "torchrl_lightning.ExperienceBuffer", "_partial_": True}
-    return kept
+    required = {key for key in node if key in parameters and parameters[key].default is inspect.Parameter.empty}
+    if "buffer" in required:  # a placeholder: the partial is never called
+        remaining["buffer"] = {"_target_": "torchrl_lightning.ExperienceBuffer", "_partial_": True}
+    return remaining
 
 
 def observed_entries(specs: Composite, observation: Any) -> tuple[dict[NestedKey, Tensor], int | None]:
@@ -376,28 +385,30 @@ def observed_entries(specs: Composite, observation: Any) -> tuple[dict[NestedKey
         >>> entries["observation"].shape, entries["observation"].dtype, count
         (torch.Size([2, 4]), torch.float32, 2)
     """
-    shown = observation if isinstance(observation, Mapping) else {"observation": observation}
-    found = {key: _read_entry(key, spec, shown) for key, spec in _spec_leaves(specs)}
-    batched = {key: _batch_size_of(key, spec, found[key]) for key, spec in _spec_leaves(specs)}
-    counts = set(batched.values())
+    observations = observation if isinstance(observation, Mapping) else {"observation": observation}
+    values = {key: _read_entry(key, spec, observations) for key, spec in _spec_leaves(specs)}
+    batch_sizes = {key: _batch_size_of(key, spec, values[key]) for key, spec in _spec_leaves(specs)}
+    counts = set(batch_sizes.values())
     if len(counts) != 1:
-        raise ValueError(f"the entries of the observation are of different batches: {batched}; None is no batch")
+        raise ValueError(
+            f"All entries of the observation must have the same batch size, got {batch_sizes} (None without a batch)"
+        )
     count = counts.pop()
-    return {key: found[key].reshape(count or 1, *spec.shape) for key, spec in _spec_leaves(specs)}, count
+    return {key: values[key].reshape(count or 1, *spec.shape) for key, spec in _spec_leaves(specs)}, count
 
 
 def _spec_leaves(specs: Composite) -> Iterator[tuple[NestedKey, TensorSpec]]:
     yield from specs.items(include_nested=True, leaves_only=True)
 
 
-def _read_entry(key: NestedKey, spec: TensorSpec, shown: Mapping[str, Any]) -> Tensor:
-    value: Any = shown
+def _read_entry(key: NestedKey, spec: TensorSpec, observations: Mapping[str, Any]) -> Tensor:
+    value: Any = observations
     path = path_of(key)
-    if path[0] not in shown and path[0] == "observation" and "state" in shown:
+    if path[0] not in observations and path[0] == "observation" and "state" in observations:
         path = ("state", *path[1:])  # TorchRL's specs call a single "state" entry "observation"
     for name in path:
         if not isinstance(value, Mapping) or name not in value:
-            raise ValueError(f"the observation has no entry {join((), path)!r}; the policy reads {spec.shape} there")
+            raise ValueError(f"The observation has no entry {join((), path)!r} of shape {list(spec.shape)}")
         value = value[name]
     tensor = torch.as_tensor(value if isinstance(value, Tensor) else np.asarray(value))
     if tensor.dtype != spec.dtype and not torch.can_cast(tensor.dtype, spec.dtype):

@@ -14,28 +14,28 @@ from torchrl_lightning._core.torchrl_compat import TorchDispatchMode, tree_leave
 # State dict prefixes of the acting network: in our agents, and in agents with TorchRL losses.
 _ACTOR = "actor_network."
 _ACTORS = (_ACTOR, "loss.actor_network_params.")
-_TARGETS = "targets"  # attribute with an agent's target networks
+_TARGET_NETWORKS = "targets"  # attribute with an agent's target networks
 
 
-def check_weights(make: Callable[[], nn.Module], stored: Mapping[str, Any], *, own: bool = False) -> None:
+def check_weights(build_networks: Callable[[], nn.Module], stored: Mapping[str, Any], *, own: bool = False) -> None:
     """Validate stored weights; raise a ValueError if names or sizes differ from the networks', or if one is not finite.
 
     Args:
-        make: Builds the networks. They are built without memory, so that a file cannot demand more than its own size.
+        build_networks: Build the networks. This runs without memory, so that a file cannot demand more than its size.
         stored: Mapping with the weights as ``state_dict``.
         own: Whether to build the networks in memory if they cannot be built without it, such as those of user classes.
 
     Raises:
         ValueError: The weights do not fit; the message names the first that differs.
     """
-    weights = _weights_in(stored)
-    networks = _built(make, own, weights)
-    _check_same(weights, networks.state_dict(), "the networks differ")
+    weights = _stored_weights(stored)
+    networks = _build_bounded(build_networks, own, weights)
+    _check_same_shapes(weights, networks.state_dict(), "the networks differ")
     check_finite(networks, weights)
 
 
 def beginning_weights(
-    make: Callable[[], nn.Module], stored: Mapping[str, Any], *, own: bool = False
+    build_networks: Callable[[], nn.Module], stored: Mapping[str, Any], *, own: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the initial weights of networks, and the names of parts that keep their random initial weights.
 
@@ -43,44 +43,52 @@ def beginning_weights(
     networks. This needs an actor on both sides and networks without target networks or a TorchRL loss.
 
     Args:
-        make: See :func:`check_weights`.
+        build_networks: See :func:`check_weights`.
         stored: Mapping with the weights as ``state_dict``.
         own: See :func:`check_weights`.
 
     Raises:
         ValueError: The weights do not fit; the message names the first that differs.
     """
-    weights = _weights_in(stored)
-    networks = _built(make, own, weights)
-    here = networks.state_dict()
-    parts = [dict.fromkeys(name.partition(".")[0] for name in names) for names in (weights, here)]
+    weights = _stored_weights(stored)
+    networks = _build_bounded(build_networks, own, weights)
+    expected = networks.state_dict()
+    part_names = [dict.fromkeys(name.partition(".")[0] for name in names) for names in (weights, expected)]
     root = next((root for root in _ACTORS if any(name.startswith(root) for name in weights)), None)
-    if parts[0].keys() == parts[1].keys() or root is None or not parts[1].keys().isdisjoint((_TARGETS, "loss")):
-        _check_same(weights, here, "the networks differ")
+    if (
+        part_names[0].keys() == part_names[1].keys()
+        or root is None
+        or not part_names[1].keys().isdisjoint((_TARGET_NETWORKS, "loss"))
+    ):
+        _check_same_shapes(weights, expected, "the networks differ")
         check_finite(networks, weights)
         return dict(weights), []
-    derived = {name for name, _ in networks.named_buffers()}  # of the environment; TorchRL's losses save them
-    actor = {_ACTOR + name.removeprefix(root): each for name, each in weights.items() if name.startswith(root)}
-    actor = {name: each for name, each in actor.items() if name in here or name not in derived}
-    _check_same(actor, {name: each for name, each in here.items() if name.startswith(_ACTOR)}, "the actors differ")
+    buffer_names = {name for name, _ in networks.named_buffers()}  # of the environment; TorchRL's losses save them
+    actor = {_ACTOR + name.removeprefix(root): weight for name, weight in weights.items() if name.startswith(root)}
+    actor = {name: weight for name, weight in actor.items() if name in expected or name not in buffer_names}
+    _check_same_shapes(
+        actor, {name: weight for name, weight in expected.items() if name.startswith(_ACTOR)}, "the actors differ"
+    )
     check_finite(networks, actor)
-    anew = sorted({name.partition(".")[0] for name, _ in networks.named_parameters() if not name.startswith(_ACTOR)})
-    return actor, anew
+    random_parts = sorted(
+        {name.partition(".")[0] for name, _ in networks.named_parameters() if not name.startswith(_ACTOR)}
+    )
+    return actor, random_parts
 
 
-def _weights_in(stored: Mapping[str, Any]) -> Mapping[str, Any]:
+def _stored_weights(stored: Mapping[str, Any]) -> Mapping[str, Any]:
     weights = stored.get("state_dict")
     if not isinstance(weights, Mapping):
-        raise ValueError("it holds no weights (no state_dict)")
+        raise ValueError("it contains no weights (state_dict)")
     return weights
 
 
-def _built(make: Callable[[], nn.Module], own: bool, weights: Mapping[str, Any]) -> nn.Module:
+def _build_bounded(build_networks: Callable[[], nn.Module], own: bool, weights: Mapping[str, Any]) -> nn.Module:
     with torch.random.fork_rng(devices=[]), bounded_tensors(weights):
         reason: Exception
         try:
             with torch.device("meta"):
-                return make()
+                return build_networks()
         except TooManyTensorsError as error:
             raise ValueError(f"the networks differ: {error}") from error
         except Exception as error:
@@ -89,7 +97,7 @@ def _built(make: Callable[[], nn.Module], own: bool, weights: Mapping[str, Any])
             reason = error
         try:
             if own:  # a user's network may read values while it is built
-                return make()
+                return build_networks()
         except RuntimeError as error:
             reason = error
         raise ValueError(f"its networks cannot be built: {' '.join(str(reason).split())[:300]}") from reason
@@ -111,9 +119,9 @@ class bounded_tensors(TorchDispatchMode):  # used as a context, like torch.no_gr
     def __init__(self, weights: Any) -> None:
         super().__init__()
         # A file may have any value instead of weights; the later comparison rejects it.
-        values = weights.values() if isinstance(weights, Mapping) else ()
-        tensors = [each for each in values if isinstance(each, Tensor)]
-        self.stored = sum(each.nbytes for each in tensors)
+        entries = weights.values() if isinstance(weights, Mapping) else ()
+        tensors = [tensor for tensor in entries if isinstance(tensor, Tensor)]
+        self.stored = sum(tensor.nbytes for tensor in tensors)
         self.bytes_left = BUILT_PER_BYTE * self.stored + BUILT_LEAST
         self.others_left = 4 * self.bytes_left
         self.operations_left = OPERATIONS_PER_WEIGHT * len(tensors) + OPERATIONS_LEAST
@@ -125,14 +133,14 @@ class bounded_tensors(TorchDispatchMode):  # used as a context, like torch.no_gr
         if self.operations_left < 0:
             raise TooManyTensorsError("the config builds many more parts than the checkpoint has weights")
         schema = func._schema
-        if schema.is_mutable or any(each.alias_info is not None for each in schema.returns):
+        if schema.is_mutable or any(item.alias_info is not None for item in schema.returns):
             return func(*args, **kwargs)  # allocates nothing
-        is_factory = any(each.name == "device" for each in schema.arguments)
+        is_factory = any(item.name == "device" for item in schema.arguments)
         shapes = _on_meta(func, args, {**kwargs, "device": torch.device("meta")} if is_factory else kwargs)
-        largest = max(shapes, key=lambda each: each.nbytes, default=None)
+        largest = max(shapes, key=lambda item: item.nbytes, default=None)
         if largest is None:
             return func(*args, **kwargs)
-        size = sum(each.nbytes for each in shapes)
+        size = sum(item.nbytes for item in shapes)
         if is_factory:
             self.bytes_left -= size
         else:
@@ -156,21 +164,21 @@ def _on_meta(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         results = func(*tree_map(without_memory, args), **arguments)
     except (RuntimeError, NotImplementedError, TypeError):
         return []
-    return [each for each in tree_leaves(results) if isinstance(each, Tensor)]
+    return [result for result in tree_leaves(results) if isinstance(result, Tensor)]
 
 
-def _check_same(weights: Mapping[str, Any], networks: Mapping[str, Any], what: str) -> None:
-    there, here = (
-        {name: list(getattr(each, "shape", [])) for name, each in state.items()} for state in (weights, networks)
+def _check_same_shapes(weights: Mapping[str, Any], networks: Mapping[str, Any], subject: str) -> None:
+    stored_shapes, shapes = (
+        {name: list(getattr(tensor, "shape", [])) for name, tensor in state.items()} for state in (weights, networks)
     )
-    differ = [
-        f"{name} is {there.get(name, 'absent')} in the checkpoint and {here.get(name, 'absent')} in this run"
-        for name in dict.fromkeys((*there, *here))
-        if there.get(name) != here.get(name)
+    differences = [
+        f"{name} is {stored_shapes.get(name, 'absent')} in the checkpoint and {shapes.get(name, 'absent')} in this run"
+        for name in dict.fromkeys((*stored_shapes, *shapes))
+        if stored_shapes.get(name) != shapes.get(name)
     ]
-    if differ:
-        more = f" (and {len(differ) - 1} more weights)" if len(differ) > 1 else ""
-        raise ValueError(f"{what}: {differ[0]}{more}.")
+    if differences:
+        others = f" (and {len(differences) - 1} more weights)" if len(differences) > 1 else ""
+        raise ValueError(f"{subject}: {differences[0]}{others}.")
 
 
 def check_finite(networks: nn.Module, weights: Mapping[str, Any]) -> None:

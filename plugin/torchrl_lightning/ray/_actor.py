@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torchrl_lightning.ray._begin  # noqa: F401
+import torchrl_lightning.ray._actor_imports  # noqa: F401
 
 # isort: split
 import sys
@@ -12,67 +12,67 @@ from torchrl_lightning._core.keys import COLLECTOR, DONE, ENV_IDS, REPLAYED, REW
 from torchrl_lightning.collectors.workers import Worker
 from torchrl_lightning.environments.env_errors import EnvironmentFault
 from torchrl_lightning.environments.env_ids import mark_truncated
+from torchrl_lightning.ray._serialization import Arrays, as_arrays, load_weights
 from torchrl_lightning.ray._service_writer import ServiceWriter
-from torchrl_lightning.ray._wire import Arrays, as_arrays, take_weights
-from torchrl_lightning.ray.cluster import installed
+from torchrl_lightning.ray.cluster import installed_versions
 
-COUNTED = (REWARD, DONE, REPLAYED, COLLECTOR)  # entries for the learner's metrics if rollouts are written elsewhere
+METRIC_KEYS = (REWARD, DONE, REPLAYED, COLLECTOR)  # entries for the learner's metrics if rollouts are written elsewhere
 
 
 class RolloutActor:
     """A :class:`Worker` in an actor. The first rollout builds it, so that the learner receives its errors.
 
-    ``path`` is the learner's module search path, which may also exist on this machine. With a ``writer``, rollouts are
-    sent to a replay service without the entries ``left_out``. The learner then gets the first rollout, and of the
-    others only the entries for its metrics.
+    ``module_paths`` are the learner's search paths, which may also exist on this machine. With a ``writer``, rollouts
+    are sent to a replay service without the entries ``excluded_keys``. The learner then gets the first rollout, and
+    only the entries for its metrics of the others.
     """
 
     def __init__(
         self,
-        path: list[str],
+        module_paths: list[str],
         payload: bytes,
-        number: int,
-        count: int,
-        begun: int,
+        worker: int,
+        num_workers: int,
+        num_begun: int,
         writer: ServiceWriter | None = None,
-        left_out: Sequence[str] = (),
+        excluded_keys: Sequence[str] = (),
     ) -> None:
-        sys.path.extend(folder for folder in path if folder not in sys.path)
-        self._task = payload, number, count, begun
-        self._begun = begun
-        self._writer, self._left_out = writer, left_out
+        sys.path.extend(folder for folder in module_paths if folder not in sys.path)
+        self._worker_arguments = payload, worker, num_workers, num_begun
+        self._num_begun = num_begun
+        self._writer, self._excluded_keys = writer, excluded_keys
         self._worker: Worker | None = None
-        self._version = -1
+        self._policy_version = -1
 
-    def installed(self) -> dict[str, str]:
+    def installed_versions(self) -> dict[str, str]:
         """Return the versions on this machine."""
-        return installed()
+        return installed_versions()
 
-    def rollout(self, version: int, weights: Arrays | None, news: bytes | None) -> tuple[int, Arrays]:
+    def rollout(self, version: int, weights: Arrays | None, delta: bytes | None) -> tuple[int, Arrays]:
         """Collect a rollout, and return its number and its entries, time-major.
 
         Ray reads ``weights`` once on each machine, for all its actors.
         """
         try:
             if self._worker is None:
-                self._worker = Worker(*self._task)
-            if news is not None:
-                self._worker.follow(news)
-            if weights is not None and version != self._version:
-                take_weights(self._worker.policy, weights)
-            self._version = version
+                self._worker = Worker(*self._worker_arguments)
+            if delta is not None:
+                self._worker.follow(delta)
+            if weights is not None and version != self._policy_version:
+                load_weights(self._worker.policy, weights)
+            self._policy_version = version
             rollout = self._worker.rollout(version)
         except EnvironmentFault as fault:
             raise fault.sent() from None  # the learner may be unable to import the class of its cause
-        self._begun += 1
+        self._num_begun += 1
         if self._writer is not None:
             if self._worker.collector.reset_at_each_batch:
                 mark_truncated(rollout)
             ids = rollout[ENV_IDS][:, 0].tolist()
-            self._writer.write(as_arrays(rollout.exclude(*self._left_out)), ids)
-            if self._begun - 1 > self._task[-1]:  # after this actor's first rollout
-                rollout = rollout.select(*COUNTED, strict=False)
-        return self._begun - 1, as_arrays(rollout)
+            self._writer.write(as_arrays(rollout.exclude(*self._excluded_keys)), ids)
+            if self._num_begun - 1 > self._worker_arguments[-1]:  # after this actor's first rollout
+                rollout = rollout.select(*METRIC_KEYS, strict=False)
+        return self._num_begun - 1, as_arrays(rollout)
 
     def close(self) -> None:
         """Close the environments."""

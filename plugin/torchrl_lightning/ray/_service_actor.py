@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torchrl_lightning.ray._begin  # noqa: F401
+import torchrl_lightning.ray._actor_imports  # noqa: F401
 
 # isort: split
 import asyncio
@@ -22,14 +22,14 @@ import torch
 from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.files import read_state, write_state
 from torchrl_lightning.environments.seeds import spawn_seed
-from torchrl_lightning.ray._wire import Arrays, Draws, Learned, Receipt, packed, unpacked
-from torchrl_lightning.ray.cluster import ServiceFault, installed
+from torchrl_lightning.ray._serialization import Arrays, BatchUpdate, Receipt, SampledBatches, pack_batch, unpack_batch
+from torchrl_lightning.ray.cluster import ServiceFault, installed_versions
 from torchrl_lightning.ray.rate_limiter import RateLimiter
 from torchrl_lightning.replay import ExperienceBuffer
 
 VERSION = 1
-_KEPT = 2  # stored snapshots of each kind
-NAME = re.compile(r"(snapshot|checkpoint)_(\d{8})")
+_MAX_SNAPSHOTS = 2  # stored snapshots of each kind
+SNAPSHOT_NAME = re.compile(r"(snapshot|checkpoint)_(\d{8})")
 
 
 class ServiceActor:
@@ -39,40 +39,43 @@ class ServiceActor:
     thread, so that each sees complete rows. Waiting calls do not block the thread.
 
     Args:
-        path: The module search paths of the run.
+        module_paths: The module search paths of the run.
         payload: The empty buffer and a rate limiter, pickled and compressed.
         shard: The shard's number.
         folder: The folder of its snapshots. With None, written rollouts are acknowledged immediately.
         resumed: The snapshot to load first.
     """
 
-    def __init__(self, path: list[str], payload: bytes, shard: int, folder: str | None, resumed: str | None) -> None:
-        sys.path.extend(place for place in path if place not in sys.path)
+    def __init__(
+        self, module_paths: list[str], payload: bytes, shard: int, folder: str | None, resumed: str | None
+    ) -> None:
+        sys.path.extend(folder for folder in module_paths if folder not in sys.path)
         torch.set_num_threads(1)
         self._buffer: ExperienceBuffer
         self._limiter: RateLimiter
-        self._life = time.time_ns() // 1000
+        self._start_time = time.time_ns() // 1000
         self._sessions: dict[str, tuple[str, int]] = {}  # each writer's session and number of written rollouts
         self._acknowledged: dict[str, tuple[str, int]] = {}
-        self._changed = asyncio.Condition()
+        self._condition = asyncio.Condition()
         self._folder = None if folder is None else Path(folder)
-        self._number = 0  # number of the next snapshot
+        self._next_snapshot = 0  # number of the next snapshot
         self._fault: UserError | None = None
         try:
             self._buffer, self._limiter = pickle.loads(zlib.decompress(payload))
             if shard:
                 self._buffer.generator.manual_seed(spawn_seed(self._buffer.generator.initial_seed(), "shard", shard))
-            self._begin(resumed, _is_back())
+            self._restore_first(resumed, _is_restarted())
         except UserError as fault:
             self._fault = fault
         except Exception as error:  # a raised error would make Ray restart the actor repeatedly
-            self._fault = ServiceFault(f"The replay service cannot begin: {type(error).__name__}: {error}")
+            self._fault = ServiceFault(f"The replay service cannot start: {type(error).__name__}: {error}")
 
     def describe(self) -> dict[str, Any]:
         """Return versions, buffer and limits, so that a client can compare them; raise the error of the start."""
         if self._fault is not None:
             raise self._fault
-        return {"versions": installed(), "buffer": described(self._buffer), "limits": self._limiter.settings}
+        properties = buffer_properties(self._buffer)
+        return {"versions": installed_versions(), "buffer": properties, "limits": self._limiter.settings}
 
     # -- writing -----------------------------------------------------------------------------------------------------
     async def insert(
@@ -80,41 +83,41 @@ class ServiceActor:
         writer: str,
         session: str,
         number: int,
-        rows: Arrays,
+        arrays: Arrays,
         env_ids: list[int],
-        cut: Sequence[int] = (),
-        compares: bool = False,
+        cut_envs: Sequence[int] = (),
+        check_successors: bool = False,
     ) -> Receipt:
         """Write a rollout ``[T, N, *F]`` as soon as the rate limiter admits it; skip an already written one.
 
-        The trajectories of the environments ``cut`` end before it. ``compares`` enables the comparison of its rows with
-        stored successors.
+        The trajectories of the environments ``cut_envs`` end before it. ``check_successors`` enables the comparison of
+        its rows with stored successors.
 
         A rollout is also skipped if earlier ones were lost with this actor. The receipt identifies the rollouts to send
         again.
         """
-        if number != self._written(writer, session):
+        if number != self._num_written(writer, session):
             return self.receipt(writer, session)
-        shape = next(iter(rows.values())).shape[:2]
-        async with self._changed:
-            await self._admitted(lambda: self._limiter.admits_insert(shape[0] * shape[1]))
-            if number == self._written(writer, session):
-                rollout = unpacked(shape, ["time", None], rows)
-                self._buffer.writer.check_successors = compares
-                if cut:
-                    self._buffer.writer.cut(torch.tensor(cut))
+        shape = next(iter(arrays.values())).shape[:2]
+        async with self._condition:
+            await self._wait_until_admitted(lambda: self._limiter.admits_insert(shape[0] * shape[1]))
+            if number == self._num_written(writer, session):
+                rollout = unpack_batch(shape, ["time", None], arrays)
+                self._buffer.writer.check_successors = check_successors
+                if cut_envs:
+                    self._buffer.writer.cut(torch.tensor(cut_envs))
                 self._buffer.extend(rollout, torch.tensor(env_ids))
                 self._limiter.inserted += rollout.numel()
                 self._sessions[writer] = session, number + 1
-                self._changed.notify_all()
+                self._condition.notify_all()
         return self.receipt(writer, session)
 
-    async def _admitted(self, admits: Callable[[], bool]) -> None:
+    async def _wait_until_admitted(self, admits: Callable[[], bool]) -> None:
         """Wait until the rate limiter admits a request; if it rejects the sizes, wake the waiting requests."""
         try:
-            await self._changed.wait_for(admits)
+            await self._condition.wait_for(admits)
         except UserError:
-            self._changed.notify_all()
+            self._condition.notify_all()
             raise
 
     def flush(self, writer: str, session: str) -> Receipt:
@@ -123,47 +126,48 @@ class ServiceActor:
             self.snapshot("snapshot")
         return self.receipt(writer, session)
 
-    def _written(self, writer: str, session: str) -> int:
-        known, written = self._sessions.get(writer, ("", 0))
-        return written if known == session else 0
+    def _num_written(self, writer: str, session: str) -> int:
+        known_session, written = self._sessions.get(writer, ("", 0))
+        return written if known_session == session else 0
 
     def receipt(self, writer: str, session: str) -> Receipt:
         """Return how many rollouts of a writer are written, and how many are acknowledged."""
-        written = self._written(writer, session)
-        known, acknowledged = self._acknowledged.get(writer, ("", 0))
-        return Receipt(written, written if self._folder is None else acknowledged if known == session else 0)
+        written = self._num_written(writer, session)
+        known_session, acknowledged = self._acknowledged.get(writer, ("", 0))
+        return Receipt(written, written if self._folder is None else acknowledged if known_session == session else 0)
 
     # -- drawing -----------------------------------------------------------------------------------------------------
-    async def draw(self, batch_size: int, count: int, learned: Sequence[Learned]) -> Draws:
+    async def draw(self, batch_size: int, count: int, updates: Sequence[BatchUpdate]) -> SampledBatches:
         """Apply the learner's updates, and draw ``count`` batches as soon as the rate limiter admits them."""
-        self.apply_feedback(learned)
+        self.apply_feedback(updates)
         rows = batch_size * count
-        async with self._changed:
-            await self._admitted(lambda: self._limiter.admits_draw(rows))
+        async with self._condition:
+            await self._wait_until_admitted(lambda: self._limiter.admits_draw(rows))
             batches = [self._buffer.draw(batch_size) for _ in range(count)]
             self._limiter.drawn += rows
-            self._changed.notify_all()
-        return Draws([packed(each) for each in batches], self._life, len(self._buffer), *self._counts())
+            self._condition.notify_all()
+        packed = [pack_batch(batch) for batch in batches]
+        return SampledBatches(packed, self._start_time, len(self._buffer), *self._row_counts())
 
-    def apply_feedback(self, learned: Sequence[Learned]) -> None:
+    def apply_feedback(self, updates: Sequence[BatchUpdate]) -> None:
         """Apply priorities and rewritten entries of batches."""
-        for each in learned:
-            self._take_back(each)
+        for update in updates:
+            self._apply_update(update)
 
-    def _take_back(self, learned: Learned) -> None:
-        if learned.life != self._life:
+    def _apply_update(self, update: BatchUpdate) -> None:
+        if update.start_time != self._start_time:
             return  # after a restart, a cell may contain another row with the same stamp
-        batch = unpacked(learned.shape, [None] * len(learned.shape), learned.arrays)
-        if learned.keys is None:
+        batch = unpack_batch(update.shape, [None] * len(update.shape), update.arrays)
+        if update.keys is None:
             self._buffer.update_tensordict_priority(batch)
         else:
-            self._buffer.write_back(batch, learned.keys)
+            self._buffer.write_back(batch, update.keys)
 
     def status(self) -> tuple[int, int, int]:
         """Return the numbers of stored, written and drawn rows."""
-        return len(self._buffer), *self._counts()
+        return len(self._buffer), *self._row_counts()
 
-    def _counts(self) -> tuple[int, int]:
+    def _row_counts(self) -> tuple[int, int]:
         return self._limiter.inserted, self._limiter.drawn
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
@@ -171,9 +175,9 @@ class ServiceActor:
         """Write the complete state atomically, remove old snapshots, and return the name; None without a folder."""
         if self._folder is None:
             return None
-        name = f"{kind}_{self._number:08d}"
+        name = f"{kind}_{self._next_snapshot:08d}"
         sessions = {writer: [session, written] for writer, (session, written) in self._sessions.items()}
-        inserted, drawn = self._counts()
+        inserted, drawn = self._row_counts()
         write_state(
             self._folder / name,
             {
@@ -184,52 +188,55 @@ class ServiceActor:
                 "buffer": self._buffer.state_dict(copy=False),
             },
         )
-        self._number += 1
+        self._next_snapshot += 1
         self._acknowledged = dict(self._sessions)
-        for old in [each for each in self._snapshots() if each.name.startswith(kind)][:-_KEPT]:
-            shutil.rmtree(old, ignore_errors=True)
+        for old_folder in [folder for folder in self._snapshots() if folder.name.startswith(kind)][:-_MAX_SNAPSHOTS]:
+            shutil.rmtree(old_folder, ignore_errors=True)
         return name
 
     def _snapshots(self) -> list[Path]:
         """Return the existing snapshots, the oldest first."""
         assert self._folder is not None
-        found = self._folder.iterdir() if self._folder.is_dir() else ()
-        return sorted((each for each in found if NAME.fullmatch(each.name)), key=_number_of)
+        folders = self._folder.iterdir() if self._folder.is_dir() else ()
+        return sorted((folder for folder in folders if SNAPSHOT_NAME.fullmatch(folder.name)), key=_snapshot_number)
 
-    def _begin(self, resumed: str | None, is_back: bool) -> None:
-        own = [] if self._folder is None else self._snapshots()
-        if is_back and own:
-            self._restore(own[-1])
+    def _restore_first(self, resumed: str | None, is_restarted: bool) -> None:
+        snapshots = [] if self._folder is None else self._snapshots()
+        if is_restarted and snapshots:
+            self._restore(snapshots[-1])
             return
-        begun = None if resumed is None else Path(resumed)
-        continues = begun is not None and begun.parent == self._folder
-        if own and not continues:
+        resumed_folder = None if resumed is None else Path(resumed)
+        is_own_run = resumed_folder is not None and resumed_folder.parent == self._folder
+        if snapshots and not is_own_run:
             raise ServiceFault(
-                f"folder={self._folder} holds the snapshots of another replay service. Resume its run (ckpt_path), or "
-                "name another folder."
+                f"folder={self._folder} must not contain snapshots of another replay service. Resume its run "
+                "(ckpt_path), or use another folder."
             )
-        if begun is None:
+        if resumed_folder is None:
             return
-        self._restore(begun)
-        for later in own[own.index(begun) + 1 :] if continues else ():  # written after the resumed state
-            shutil.rmtree(later, ignore_errors=True)
+        self._restore(resumed_folder)
+        if is_own_run:
+            for later_folder in snapshots[snapshots.index(resumed_folder) + 1 :]:
+                shutil.rmtree(later_folder, ignore_errors=True)
 
     def _restore(self, folder: Path) -> None:
         try:
             state = read_state(folder)
             if state["version"] != VERSION:
                 raise ValueError(f"it has version {state['version']!r}, this release reads {VERSION}")
-            sessions = {str(writer): (str(each[0]), int(each[1])) for writer, each in state["sessions"].items()}
+            sessions = {
+                str(writer): (str(session[0]), int(session[1])) for writer, session in state["sessions"].items()
+            }
             inserted, drawn = int(state["inserted"]), int(state["drawn"])
             self._buffer.load_state_dict(state["buffer"])
         except (FileNotFoundError, KeyError, TypeError, ValueError) as error:
             raise ServiceFault(f"The replay service's snapshot {folder} cannot be read: {error}.") from error
         self._limiter.restore(inserted, drawn)
         self._sessions, self._acknowledged = sessions, dict(sessions)
-        self._number = _number_of(folder) + 1
+        self._next_snapshot = _snapshot_number(folder) + 1
 
 
-def _is_back() -> bool:
+def _is_restarted() -> bool:
     """Return whether Ray has restarted this actor."""
     import ray
 
@@ -238,13 +245,13 @@ def _is_back() -> bool:
         return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
-def _number_of(folder: Path) -> int:
-    match = NAME.fullmatch(folder.name)
+def _snapshot_number(folder: Path) -> int:
+    match = SNAPSHOT_NAME.fullmatch(folder.name)
     assert match is not None
     return int(match[2])
 
 
-def described(buffer: ExperienceBuffer) -> dict[str, Any]:
+def buffer_properties(buffer: ExperienceBuffer) -> dict[str, Any]:
     """Return the properties that must be equal in a service and its clients."""
     storage, sampler, writer = buffer.parts
     return {

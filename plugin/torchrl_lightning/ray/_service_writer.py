@@ -12,22 +12,22 @@ from typing import Any
 import numpy as np
 
 from torchrl_lightning._core.errors import UserError
-from torchrl_lightning.ray._wire import Arrays, Receipt
-from torchrl_lightning.ray.cluster import ServiceFault, in_one_line
+from torchrl_lightning.ray._serialization import Arrays, Receipt
+from torchrl_lightning.ray.cluster import ServiceFault, one_line
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 300.0  # seconds until a dead shard must be back
-_PAUSE = 0.2
+RECONNECT_TIMEOUT = 300.0  # seconds until a dead shard must be back
+_RETRY_INTERVAL = 0.2
 
 
-def answer(ask: Callable[..., Any], *args: Any, sent: Any = None) -> Any:
-    """Return a shard's answer to the request ``ask(*args)``; repeat it after the shard died, until it is back.
+def call_shard(send: Callable[..., Any], *args: Any, pending: Any = None) -> Any:
+    """Return a shard's answer to the request ``send(*args)``; repeat it after the shard died, until it is back.
 
     Args:
-        ask: Sends the request.
+        send: Sends the request.
         args: Its arguments.
-        sent: A request that was sent already.
+        pending: A request that was sent already.
 
     Raises:
         Fault: The shard rejects the request.
@@ -35,28 +35,26 @@ def answer(ask: Callable[..., Any], *args: Any, sent: Any = None) -> Any:
     """
     import ray
 
-    began: float | None = None
+    first_failure: float | None = None
     while True:
         try:
-            request, sent = ask(*args) if sent is None else sent, None
+            request, pending = send(*args) if pending is None else pending, None
             return ray.get(request)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, UserError):
                 raise error.cause from None
-            raise ServiceFault(f"The replay service refuses this: {in_one_line(error.cause)}") from error
+            raise ServiceFault(f"The replay service rejected a request: {one_line(error.cause)}") from error
         except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
             now = time.monotonic()
-            if began is None:
-                began = now
-                logger.warning("the replay service died; it goes on from its snapshot (%.200s).", in_one_line(error))
-            if now - began > PATIENCE or _is_ended(error):
-                raise ServiceFault(
-                    f"The replay service has ended and does not come back: {in_one_line(error)}"
-                ) from error
-            time.sleep(_PAUSE)
+            if first_failure is None:
+                first_failure = now
+                logger.warning("the replay service died; it continues from its snapshot (%.200s).", one_line(error))
+            if now - first_failure > RECONNECT_TIMEOUT or _was_killed(error):
+                raise ServiceFault(f"The replay service has ended and did not restart: {one_line(error)}") from error
+            time.sleep(_RETRY_INTERVAL)
 
 
-def _is_ended(error: Exception) -> bool:
+def _was_killed(error: Exception) -> bool:
     """Return whether an actor was ended permanently by ``ray.kill``."""
     return "ray.kill" in str(error)
 
@@ -75,33 +73,40 @@ class ServiceWriter:
 
     def __init__(self, shards: Sequence[Any], num_envs: int, name: str, unacknowledged: int) -> None:
         self._writers = [ShardWriter(shard, name, unacknowledged) for shard in shards]
-        self._share = num_envs // len(shards)
+        self._envs_per_shard = num_envs // len(shards)
 
-    def write(self, rows: Arrays, env_ids: Sequence[int], cut: Sequence[int] = (), compares: bool = False) -> None:
+    def write(
+        self, rows: Arrays, env_ids: Sequence[int], cut_envs: Sequence[int] = (), check_successors: bool = False
+    ) -> None:
         """Send a rollout ``[T, N, *F]`` of the environments ``[N]``.
 
         Args:
             rows: The rollout.
             env_ids: Its environments.
-            cut: Environments that begin a new trajectory with these rows.
-            compares: Compare the rows with stored successors; not necessary for rows of our collectors.
+            cut_envs: Environments that begin a new trajectory with these rows.
+            check_successors: Compare the rows with stored successors; not necessary for rows of our collectors.
         """
         if len(self._writers) == 1:
-            self._writers[0].write(rows, list(env_ids), list(cut), compares)
+            self._writers[0].write(rows, list(env_ids), list(cut_envs), check_successors)
             return
         columns: dict[int, list[int]] = {}
         for column, env in enumerate(env_ids):
-            columns.setdefault(env // self._share, []).append(column)
-        for shard, own in columns.items():
-            whole = len(own) == len(env_ids)
-            part = rows if whole else {key: np.ascontiguousarray(value[:, own]) for key, value in rows.items()}
-            there = [env_ids[column] for column in own]
-            self._writers[shard].write(part, there, [env for env in there if env in cut], compares)
+            columns.setdefault(env // self._envs_per_shard, []).append(column)
+        for shard, shard_columns in columns.items():
+            is_whole = len(shard_columns) == len(env_ids)
+            shard_rows = (
+                rows
+                if is_whole
+                else {key: np.ascontiguousarray(value[:, shard_columns]) for key, value in rows.items()}
+            )
+            shard_envs = [env_ids[column] for column in shard_columns]
+            shard_cut_envs = [env for env in shard_envs if env in cut_envs]
+            self._writers[shard].write(shard_rows, shard_envs, shard_cut_envs, check_successors)
 
-    def settle(self) -> None:
+    def wait_until_written(self) -> None:
         """Wait until all sent rollouts are written."""
         for writer in self._writers:
-            writer.settle()
+            writer.wait_until_written()
 
 
 class ShardWriter:
@@ -117,46 +122,46 @@ class ShardWriter:
     """
 
     def __init__(self, shard: Any, name: str, unacknowledged: int) -> None:
-        self._shard, self._name, self._bound = shard, name, unacknowledged
+        self._shard, self._name, self._max_unacknowledged = shard, name, unacknowledged
         self._session = secrets.token_hex(8)
-        self._kept: deque[tuple[int, Arrays, list[int], list[int], bool]] = deque()
-        self._number = 0
-        self._sent: Any = None  # the pending request
+        self._unacknowledged: deque[tuple[int, Arrays, list[int], list[int], bool]] = deque()
+        self._num_sent = 0
+        self._pending: Any = None  # the pending request
         self.written = 0
         """The number of rollouts that the shard has confirmed as written."""
 
-    def write(self, rows: Arrays, env_ids: list[int], cut: list[int], compares: bool) -> None:
+    def write(self, rows: Arrays, env_ids: list[int], cut_envs: list[int], check_successors: bool) -> None:
         """Wait until the previous rollout is written, and send the next, ``[T, N, *F]``, without waiting."""
-        self._finish()
-        while len(self._kept) >= self._bound:  # repeats if the shard dies meanwhile and loses rollouts
-            self._note(answer(self._shard.flush.remote, self._name, self._session))
-            self._send_again()
-        self._kept.append((self._number, rows, env_ids, cut, compares))
-        self._number += 1
-        self._sent = self._send(-1)
+        self._wait_for_pending()
+        while len(self._unacknowledged) >= self._max_unacknowledged:  # again if the shard lost rollouts
+            self._read_receipt(call_shard(self._shard.flush.remote, self._name, self._session))
+            self._resend_lost()
+        self._unacknowledged.append((self._num_sent, rows, env_ids, cut_envs, check_successors))
+        self._num_sent += 1
+        self._pending = self._send(-1)
 
-    def settle(self) -> None:
+    def wait_until_written(self) -> None:
         """Wait until all sent rollouts are written, and resend lost ones."""
-        self._finish()
-        if self._kept:
-            self._note(answer(self._shard.receipt.remote, self._name, self._session))
-            self._send_again()
+        self._wait_for_pending()
+        if self._unacknowledged:
+            self._read_receipt(call_shard(self._shard.receipt.remote, self._name, self._session))
+            self._resend_lost()
 
-    def _finish(self) -> None:
-        sent, self._sent = self._sent, None
-        if sent is None:
+    def _wait_for_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
-        self._note(answer(self._send, -1, sent=sent))
-        self._send_again()
+        self._read_receipt(call_shard(self._send, -1, pending=pending))
+        self._resend_lost()
 
-    def _send_again(self) -> None:
-        while self.written < self._number:
-            self._note(answer(self._send, self.written - self._kept[0][0]))
+    def _resend_lost(self) -> None:
+        while self.written < self._num_sent:
+            self._read_receipt(call_shard(self._send, self.written - self._unacknowledged[0][0]))
 
-    def _send(self, place: int) -> Any:
-        return self._shard.insert.remote(self._name, self._session, *self._kept[place])
+    def _send(self, index: int) -> Any:
+        return self._shard.insert.remote(self._name, self._session, *self._unacknowledged[index])
 
-    def _note(self, receipt: Receipt) -> None:
+    def _read_receipt(self, receipt: Receipt) -> None:
         self.written, acknowledged = receipt
-        while self._kept and self._kept[0][0] < acknowledged:
-            self._kept.popleft()
+        while self._unacknowledged and self._unacknowledged[0][0] < acknowledged:
+            self._unacknowledged.popleft()

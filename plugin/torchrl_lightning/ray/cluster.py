@@ -13,8 +13,8 @@ from typing import Any
 from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.ranks import world_size
 
-_PATIENCE = 5.0  # seconds until a cluster must answer
-_PACKAGES = ("torchrl-lightning", "torch", "torchrl", "tensordict")
+_CONNECT_TIMEOUT = 5.0  # seconds until a cluster must answer
+_COMPARED_PACKAGES = ("torchrl-lightning", "torch", "torchrl", "tensordict")
 
 
 class ClusterFault(UserError):
@@ -25,7 +25,7 @@ class ServiceFault(UserError):
     """A replay service differs from the run's settings, rejects a request, or has ended."""
 
 
-def joined(config: Mapping[str, Any]) -> tuple[Any, bool]:
+def connect(config: Mapping[str, Any]) -> tuple[Any, bool]:
     """Connect to a cluster; return the Ray module, and whether this call connected it.
 
     Args:
@@ -38,86 +38,92 @@ def joined(config: Mapping[str, Any]) -> tuple[Any, bool]:
     try:
         import ray
     except ImportError as error:
-        raise ClusterFault("Collectors on Ray need it: pip install 'torchrl-lightning[ray]'.") from error
+        raise ClusterFault(
+            "Collectors and replay services on Ray need the extra ray: pip install 'torchrl-lightning[ray]'."
+        ) from error
     if ray.is_initialized():
         return ray, False
-    address = config.get("address") or os.environ.get("RAY_ADDRESS") or _last_cluster()
-    is_on_device = address is not None and _answers(address)
-    if world_size() > 1 and (address == "local" or not is_on_device):
+    address = config.get("address") or os.environ.get("RAY_ADDRESS") or _last_address()
+    is_reachable = address is not None and _is_reachable(address)
+    if world_size() > 1 and (address == "local" or not is_reachable):
         raise ClusterFault(
-            f"The {world_size()} ranks of a run collect on one cluster that none of them starts, but there is none at "
-            f"address={address!r}. Start one (ray start --head), and write its address."
+            f"The {world_size()} ranks of a run need a running cluster, but none answers at address={address!r}. Start "
+            "one (ray start --head), and set its address."
         )
-    if address is not None and not is_on_device:
+    if address is not None and not is_reachable:
         if config.get("address") or "RAY_ADDRESS" in os.environ:
             raise ClusterFault(
-                f"Nothing answers at address={address!r}. Start a cluster there (ray start --head), write its address, "
-                "or leave the address out of ray_init_config for a cluster on this machine."
+                f"No cluster answers at address={address!r}. Start one there (ray start --head), set its address, or "
+                "leave the address out of ray_init_config for a cluster on this machine."
             )
         config = {**config, "address": "local"}  # the last cluster on this machine was killed
     try:
         ray.init(**config)
     except (ConnectionError, TimeoutError, ValueError) as error:
         raise ClusterFault(
-            f"No Ray cluster could be joined at address={address!r} ({_line(error)}). Start one (ray start --head), "
-            "write its address, set RAY_AUTH_MODE=token if it asks for one, or leave the address out of "
+            f"Cannot connect to a Ray cluster at address={address!r} ({_short_line(error)}). Start one (ray start "
+            "--head), set its address, set RAY_AUTH_MODE=token if it needs a token, or leave the address out of "
             "ray_init_config for a cluster on this machine."
         ) from error
     except Exception as error:  # Ray raises a plain Exception if a node does not start in time
         if "ersion" in str(error):
             raise ClusterFault(
-                f"The Ray cluster at address={address!r} does not fit this process: {_line(error)}. Install the same "
-                "Python and Ray on all machines."
+                f"The Ray cluster at address={address!r} is not compatible with this process: {_short_line(error)}. "
+                "Install the same Python and Ray on all machines."
             ) from error
         raise ClusterFault(
-            f"Ray could not be started ({_line(error)}). Look for a machine without free processors, memory or disk, "
-            "end what remains of earlier clusters (ray stop --force), and run the command again."
+            f"Ray could not be started ({_short_line(error)}). Check for free processors, memory and disk, stop "
+            "earlier clusters (ray stop --force), and run the command again."
         ) from error
     return ray, True
 
 
-def _last_cluster() -> str | None:
+def _last_address() -> str | None:
     """Return the address of the last cluster started on this machine, read from Ray's own file."""
-    note = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
-    return note.read_text().strip() or None if note.is_file() else None
+    address_file = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
+    return address_file.read_text().strip() or None if address_file.is_file() else None
 
 
-def _answers(address: str) -> bool:
+def _is_reachable(address: str) -> bool:
     """Return whether the address accepts connections; Ray itself would try for minutes, and end the process."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not port.isdecimal():  # local, auto
         return True
     try:
-        socket.create_connection((host, int(port)), _PATIENCE).close()
+        socket.create_connection((host, int(port)), _CONNECT_TIMEOUT).close()
     except OSError:
         return False
     return True
 
 
-def installed() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
     """Return the versions that all machines must share."""
-    return {"Python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
+    return {"Python": platform.python_version(), **{name: version(name) for name in _COMPARED_PACKAGES}}
 
 
-def check_room(ray: Any, count: int, each: Mapping[str, Any]) -> None:
+def check_resources(ray: Any, count: int, actor_resources: Mapping[str, Any]) -> None:
     """Raise a ClusterFault if the actors of all ranks need more resources than the cluster has in total."""
     count *= world_size()
-    wanted = {"CPU": each.get("num_cpus", 1), "GPU": each.get("num_gpus", 0), "memory": each.get("memory", 0)}
-    wanted |= each.get("resources", {})
-    total = ray.cluster_resources()
-    for name, amount in wanted.items():
-        if amount * count > total.get(name, 0):
+    required = {
+        "CPU": actor_resources.get("num_cpus", 1),
+        "GPU": actor_resources.get("num_gpus", 0),
+        "memory": actor_resources.get("memory", 0),
+        **actor_resources.get("resources", {}),
+    }
+    available = ray.cluster_resources()
+    for name, amount in required.items():
+        if amount * count > available.get(name, 0):
             raise ClusterFault(
                 f"num_collectors={count} need {amount * count:g} {name}, but the cluster has "
-                f"{total.get(name, 0):g}. Take fewer, add machines, or ask for less of each by remote_configs, such as "
-                "{'num_cpus': 0.5}."
+                f"{available.get(name, 0):g}. Lower num_collectors, add machines, or lower the resources of each by "
+                "remote_configs, such as {'num_cpus': 0.5}."
             )
 
 
-def in_one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """Return the message of an error without line breaks."""
     return " ".join(str(error).split())
 
 
-def _line(error: BaseException) -> str:
-    return in_one_line(error).rstrip(".")[:300]
+def _short_line(error: BaseException) -> str:
+    return one_line(error).rstrip(".")[:300]

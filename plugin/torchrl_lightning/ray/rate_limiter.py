@@ -54,13 +54,13 @@ class RateLimiter:
     ) -> None:
         samples_per_insert = optional(positive)(samples_per_insert, "samples_per_insert")
         if samples_per_insert == math.inf:
-            raise ValueError("samples_per_insert must be finite and above 0, got inf; leave it out to draw freely.")
+            raise ValueError("samples_per_insert must be finite and above 0, got inf. Leave it out for no limit.")
         error_buffer = optional(positive)(error_buffer, "error_buffer")
         self.min_size = min_size
         if (samples_per_insert is None) != (error_buffer is None):
             raise ValueError(
-                f"samples_per_insert={samples_per_insert} and error_buffer={error_buffer} go together; give both or "
-                "neither."
+                f"samples_per_insert={samples_per_insert} and error_buffer={error_buffer} must be set together. Set "
+                "both or neither."
             )
         self._is_bound = samples_per_insert is not None
         self._ratio: Fraction | None = None
@@ -92,7 +92,7 @@ class RateLimiter:
         if (value is None) == self._is_bound:
             expected = "a number" if self._is_bound else "None"
             raise ValueError(
-                f"{name} must be {expected} in this RateLimiter, because samples_per_insert and error_buffer go "
+                f"{name} must be {expected} in this RateLimiter, because samples_per_insert and error_buffer are set "
                 f"together, got {value!r}. Build another RateLimiter with both or neither."
             )
         return optional(check)(value, name)
@@ -123,12 +123,12 @@ class RateLimiter:
         """Return the bound; raise an error if an insert and a draw would wait for each other forever."""
         assert self.error_buffer is not None
         needed = (ratio * self._largest_insert + self._largest_draw) / 2
-        both_known = self._largest_insert and self._largest_draw
-        if both_known and self.error_buffer < float(needed) * _ROUNDING:
+        are_both_known = self._largest_insert and self._largest_draw
+        if are_both_known and self.error_buffer < float(needed) * _ROUNDING:
             raise UserError(
                 f"error_buffer={self.error_buffer:.12g} is too small for inserts of {self._largest_insert} rows and "
                 f"draws of {self._largest_draw} at samples_per_insert={self.samples_per_insert:.12g}: they would wait "
-                f"for each other. Give at least {float(needed):.16g}, or smaller ones (frames_per_batch, "
-                "batches_per_call)."
+                f"for each other forever. Set at least {float(needed):.16g}, or lower frames_per_batch or "
+                "batches_per_call."
             )
         return self.error_buffer if math.isinf(self.error_buffer) else max(exact_ratio(self.error_buffer), needed)

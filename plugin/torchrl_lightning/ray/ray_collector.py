@@ -19,17 +19,24 @@ from torchrl_lightning.environments.env_errors import EnvironmentFault, WorkerFa
 from torchrl_lightning.environments.policy_calls import Policy
 from torchrl_lightning.environments.replay_source import SyncedReplaySource
 from torchrl_lightning.ray._actor import RolloutActor
-from torchrl_lightning.ray._wire import as_rollout, weights_of
-from torchrl_lightning.ray.cluster import ClusterFault, ServiceFault, check_room, in_one_line, installed, joined
+from torchrl_lightning.ray._serialization import as_rollout, copy_weights
+from torchrl_lightning.ray.cluster import (
+    ClusterFault,
+    ServiceFault,
+    check_resources,
+    connect,
+    installed_versions,
+    one_line,
+)
 from torchrl_lightning.ray.service import ReplayService
 
 logger = logging.getLogger(__name__)
 
-_FAREWELL = 1.0  # seconds for closing the environments
-_PATIENCE = 30.0  # seconds until an unreachable actor must answer again
-_SILENCE = 60.0  # seconds without a rollout until a warning names the collectors
-_SMALL = 2**16  # bytes of weights that are sent faster than they are stored and fetched
-_TRIES = 3  # deaths of a worker in succession, without a rollout between them
+_CLOSE_TIMEOUT = 1.0  # seconds for closing the environments
+_RECONNECT_TIMEOUT = 30.0  # seconds until an unreachable actor must answer again
+_WARNING_INTERVAL = 60.0  # seconds without a rollout until a warning names the collectors
+_MAX_INLINE_BYTES = 2**16  # bytes of weights that are sent faster than they are stored and fetched
+_MAX_FAILURES = 3  # deaths of a worker in succession, without a rollout between them
 
 
 class RayCollector(WorkersCollector):
@@ -151,23 +158,23 @@ class RayCollector(WorkersCollector):
         self._ray: Any = None
         self._owns_ray = False
         self._actors: list[Any] = []
-        self._begun: list[int] = []  # rollouts begun by each worker, so that a replacement has other seeds and numbers
+        self._num_begun: list[int] = []  # rollouts of each worker, so that a replacement has other seeds and numbers
         self._failures: list[int] = []  # deaths of each since its last rollout
         self._pending: dict[Any, int] = {}  # requested rollouts and their workers, the oldest first
         self._weights: tuple[int, Any] = 0, None  # the published version, and its weights or a reference to them
-        self._put_at = 0  # the number of batches at the last publication
+        self._published_at = 0  # the number of batches at the last publication
 
     # -- rollouts ----------------------------------------------------------------------------------------------------
     def _next(self) -> tuple[TensorDict, int, int]:
         if not self._actors:
             self._start()
         if self.sync and not self._pending:
-            self._ask_all()
+            self._request_all()
         while True:
             ref = next(iter(self._pending)) if self.sync else self._first_ready()
             worker = self._pending[ref]
             try:
-                number, arrays = self._received(ref, worker)
+                number, arrays = self._receive(ref, worker)
             except (self._ray.exceptions.RayActorError, self._ray.exceptions.ObjectLostError) as error:
                 self._replace(worker, error)
                 continue
@@ -175,23 +182,23 @@ class RayCollector(WorkersCollector):
             self.restarts += self._failures[worker] > 0
             self._failures[worker] = 0
             if not self.sync:
-                self._ask(worker)
+                self._request(worker)
             return as_rollout(arrays), worker, number + 1
 
     def _first_ready(self) -> Any:
         waited = 0.0
         while True:
-            ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=_SILENCE)
+            ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=_WARNING_INTERVAL)
             if ready:
                 return ready[0]
-            waited += _SILENCE
+            waited += _WARNING_INTERVAL
             logger.warning(
-                "no collector has delivered for %.0f s: collectors %s collect, or wait for room in the cluster.",
+                "no rollout for %.0f s: collectors %s still collect, or wait for resources of the cluster.",
                 waited,
                 sorted(set(self._pending.values())),
             )
 
-    def _received(self, ref: Any, worker: int) -> Any:
+    def _receive(self, ref: Any, worker: int) -> Any:
         """Return the rollout of a collector, or raise its error."""
         try:
             return self._ray.get(ref)
@@ -203,101 +210,101 @@ class RayCollector(WorkersCollector):
                 raise cause from None
             if isinstance(cause, ImportError):
                 raise ClusterFault(
-                    f"Collector worker {worker} cannot import what the environment or the policy needs: {cause}. "
+                    f"Collector worker {worker} cannot import a module of the environment or the policy: {cause}. "
                     "Install it on each machine, or send it: ray_init_config={'runtime_env': {'py_modules': [...]}}."
                 ) from error
             raise RuntimeError(f"Collector worker {worker} failed:\n\n{error}") from None
 
-    def _ask_all(self) -> None:
+    def _request_all(self) -> None:
         for _ in range(self.rollouts_in_flight):
             for worker in range(self.num_workers):
-                self._ask(worker)
+                self._request(worker)
 
-    def _ask(self, worker: int) -> None:
+    def _request(self, worker: int) -> None:
         ref = self._actors[worker].rollout.remote(*self._weights, self._news(worker))
-        self._begun[worker] += 1
+        self._num_begun[worker] += 1
         self._pending[ref] = worker
 
     # -- actors ------------------------------------------------------------------------------------------------------
     def _start(self) -> None:
-        self._ray, joined_here = joined(self.ray_init_config)
-        self._owns_ray |= joined_here
-        check_room(self._ray, self.num_workers, self.remote_configs)
-        self._put_weights(self.policy_version)
-        self._begun, self._failures = self._yielded.tolist(), [0] * self.num_workers
-        self._actors = [self._built(worker) for worker in range(self.num_workers)]
+        self._ray, has_connected = connect(self.ray_init_config)
+        self._owns_ray |= has_connected
+        check_resources(self._ray, self.num_workers, self.remote_configs)
+        self._publish_weights(self.policy_version)
+        self._num_begun, self._failures = self._yielded.tolist(), [0] * self.num_workers
+        self._actors = [self._build_actor(worker) for worker in range(self.num_workers)]
         self._check_versions()
         if not self.sync:
-            self._ask_all()
+            self._request_all()
 
-    def _built(self, worker: int) -> Any:
+    def _build_actor(self, worker: int) -> Any:
         # Ray's own restarts would reuse the seeds and numbers of the first start.
-        remote = self._ray.remote(RolloutActor).options(max_restarts=0, max_task_retries=0, **self.remote_configs)
-        task = sys.path, self._payload(worker), worker, self.num_workers, self._begun[worker]
+        actor_class = self._ray.remote(RolloutActor).options(max_restarts=0, max_task_retries=0, **self.remote_configs)
+        arguments = sys.path, self._payload(worker), worker, self.num_workers, self._num_begun[worker]
         if self.service is None:
-            return remote.remote(*task)
-        return remote.remote(*task, self.service.writer(f"worker {worker}"), self.service.left_out)
+            return actor_class.remote(*arguments)
+        return actor_class.remote(*arguments, self.service.writer(f"worker {worker}"), self.service.excluded_keys)
 
     def _check_versions(self) -> None:
-        here = installed()
+        local_versions = installed_versions()
         for worker, actor in enumerate(self._actors):
-            for name, there in self._received(actor.installed.remote(), worker).items():
-                if there != here[name]:
+            for name, remote_version in self._receive(actor.installed_versions.remote(), worker).items():
+                if remote_version != local_versions[name]:
                     raise ClusterFault(
-                        f"Collector worker {worker} runs on a machine with {name} {there}, but here is {here[name]}. "
-                        "Install the same versions on all machines."
+                        f"Collector worker {worker} must have {name} {local_versions[name]} as on this machine, got "
+                        f"{remote_version}. Install the same versions on all machines."
                     )
 
     def _replace(self, worker: int, error: Exception) -> None:
         """Replace an actor that has died."""
-        if self._is_back(worker, error):
-            lost = self._forget(worker)
+        if self._is_reachable_again(worker, error):
+            num_lost = self._drop_pending(worker)
         else:
             self.deaths += 1
             self._failures[worker] += 1
-            reason = in_one_line(error)
-            if self.sync or self._failures[worker] >= _TRIES:
-                times = f" {self._failures[worker]} times in succession" if self._failures[worker] > 1 else ""
-                mend = "With sync=True nobody takes its place: resume the run. " if self.sync else ""
-                raise WorkerFault(f"Collector worker {worker} died{times}: {reason} {mend}".rstrip()) from error
-            lost = self._forget(worker)
-            logger.warning("collector worker %d died (%.200s); another takes its place.", worker, reason)
+            reason = one_line(error)
+            if self.sync or self._failures[worker] >= _MAX_FAILURES:
+                repeated = f" {self._failures[worker]} times in succession" if self._failures[worker] > 1 else ""
+                remedy = "With sync=True it is not replaced: resume the run. " if self.sync else ""
+                raise WorkerFault(f"Collector worker {worker} died{repeated}: {reason} {remedy}".rstrip()) from error
+            num_lost = self._drop_pending(worker)
+            logger.warning("collector worker %d died (%.200s); a new worker replaces it.", worker, reason)
             self._ray.kill(self._actors[worker])
-            self._actors[worker] = self._built(worker)
+            self._actors[worker] = self._build_actor(worker)
             self.lost_envs.extend(range(worker * self.num_envs, (worker + 1) * self.num_envs))
-        self.lost_frames += lost * self.frames_per_batch
+        self.lost_frames += num_lost * self.frames_per_batch
         for _ in range(self.rollouts_in_flight):
-            self._ask(worker)
+            self._request(worker)
 
-    def _is_back(self, worker: int, error: Exception) -> bool:
+    def _is_reachable_again(self, worker: int, error: Exception) -> bool:
         """Return whether an unreachable actor answers again."""
         unreachable = self._ray.exceptions.ActorUnavailableError
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _RECONNECT_TIMEOUT
         while isinstance(error, unreachable) and time.monotonic() < deadline:
             try:
-                self._ray.get(self._actors[worker].installed.remote(), timeout=_PATIENCE)
+                self._ray.get(self._actors[worker].installed_versions.remote(), timeout=_RECONNECT_TIMEOUT)
                 return True
-            except (self._ray.exceptions.RayActorError, self._ray.exceptions.GetTimeoutError) as again:
-                error = again
+            except (self._ray.exceptions.RayActorError, self._ray.exceptions.GetTimeoutError) as new_error:
+                error = new_error
                 time.sleep(0.1)
         return False
 
-    def _forget(self, worker: int) -> int:
-        gone = [ref for ref, whose in self._pending.items() if whose == worker]
-        for ref in gone:
+    def _drop_pending(self, worker: int) -> int:
+        refs = [ref for ref, owner in self._pending.items() if owner == worker]
+        for ref in refs:
             del self._pending[ref]
-        return len(gone)
+        return len(refs)
 
     def _publish(self, version: int) -> None:
-        if self._actors and self._batches - self._put_at >= self.max_weight_update_interval:
-            self._put_weights(version)
+        if self._actors and self._batches - self._published_at >= self.max_weight_update_interval:
+            self._publish_weights(version)
 
-    def _put_weights(self, version: int) -> None:
-        weights: Any = weights_of(self.policy)
-        if weights is not None and sum(value.nbytes for value in weights.values()) > _SMALL:
+    def _publish_weights(self, version: int) -> None:
+        weights: Any = copy_weights(self.policy)
+        if weights is not None and sum(value.nbytes for value in weights.values()) > _MAX_INLINE_BYTES:
             weights = self._ray.put(weights)
         self._weights = version, weights
-        self._put_at = self._batches
+        self._published_at = self._batches
 
     def metrics(self) -> dict[str, float]:
         """Add the numbers of dead and replaced collectors, and of lost frames."""
@@ -310,12 +317,12 @@ class RayCollector(WorkersCollector):
         if not actors or not self._ray.is_initialized():
             return
         closing = [actor.close.remote() for actor in actors]
-        closed, _ = self._ray.wait(closing, num_returns=len(closing), timeout=_FAREWELL)
+        closed, _ = self._ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_TIMEOUT)
         faults = []
         for worker, ref in enumerate(closing):
             if ref in closed:
                 try:
-                    self._received(ref, worker)
+                    self._receive(ref, worker)
                 except EnvironmentFault as fault:
                     faults.append(fault)
                 except self._ray.exceptions.RayError:
@@ -326,7 +333,7 @@ class RayCollector(WorkersCollector):
             raise faults[0]
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End all collectors, and leave a cluster that was joined here; safe to call repeatedly.
+        """End all collectors, and leave a cluster that was connected here; safe to call repeatedly.
 
         Only ``raise_on_error`` has an effect.
         """

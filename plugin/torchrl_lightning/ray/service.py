@@ -22,10 +22,10 @@ from torchrl_lightning._core.ranks import this_rank
 from torchrl_lightning._core.state import sequence, state_error
 from torchrl_lightning._core.trust import ConfigSafe
 from torchrl_lightning._core.validators import boolean, check_defaults, integer
-from torchrl_lightning.ray._service_actor import NAME, ServiceActor, described
-from torchrl_lightning.ray._service_writer import ServiceWriter, answer
-from torchrl_lightning.ray._wire import Learned, as_arrays, packed, unpacked
-from torchrl_lightning.ray.cluster import ServiceFault, installed, joined
+from torchrl_lightning.ray._serialization import BatchUpdate, as_arrays, pack_batch, unpack_batch
+from torchrl_lightning.ray._service_actor import SNAPSHOT_NAME, ServiceActor, buffer_properties
+from torchrl_lightning.ray._service_writer import ServiceWriter, call_shard
+from torchrl_lightning.ray.cluster import ServiceFault, connect, installed_versions
 from torchrl_lightning.ray.rate_limiter import RateLimiter
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.replay.builders import excluded_keys, prioritized_in, time_major
@@ -116,10 +116,12 @@ class ReplayService(ConfigSafe):
         self.samples_per_insert = samples_per_insert
         _check_buffer(buffer, self.shards)
         if (keep or join) and name is None:
-            raise ValueError("A replay service with keep=True or join=True is found by its name; give it one.")
+            raise ValueError(
+                "name must be set with keep=True or join=True, got None. Set the name of the replay service."
+            )
         if boolean(join, "join"):
             others = {"keep": (keep, False), "remote_configs": (remote_configs or None, None)}
-            check_defaults("beside join=True", "let this run start the service", **others)
+            check_defaults("with join=True", "let this run start the service", **others)
         self.buffer, self.buffers, self.keep, self.join = buffer, [buffer], keep, join
         self.name = secrets.token_hex(4) if name is None else name
         self.folder = None if folder is None else Path(folder).absolute()
@@ -131,13 +133,17 @@ class ReplayService(ConfigSafe):
         self._owner: Any = None  # an actor that ends with this run, and marks the service as in use until then
         self._resumed: list[Path | None] = [None] * self.shards
         self._writer: ServiceWriter | None = None
-        self._cut: set[int] = set()  # environments that begin a new trajectory with their next rows
-        self._calls: deque[tuple[Any, int, int]] = deque()  # pending requests: reference, shard, batches served before
-        self._drawn: deque[tuple[Any, int, int, int]] = deque()  # batch, shard, its life, batches served at the request
+        self._cut_envs: set[int] = set()  # environments that begin a new trajectory with their next rows
+        self._pending_calls: deque[tuple[Any, int, int]] = (
+            deque()
+        )  # reference, shard, batches served before the request
+        self._batches: deque[tuple[Any, int, int, int]] = (
+            deque()
+        )  # batch, shard, its start time, served before the request
         self._batch_size = 0
-        self._learned: list[list[Any]] = [[] for _ in range(self.shards)]  # sent with the next call
-        self._asked = self._served = 0
-        self._age = 0
+        self._updates: list[list[Any]] = [[] for _ in range(self.shards)]  # sent with the next call
+        self._num_requested = self._num_served = 0
+        self._batch_age = 0
         self._counts = [(0, 0, 0)] * self.shards  # size, rows written and rows drawn of each shard
 
     @property
@@ -147,14 +153,14 @@ class ReplayService(ConfigSafe):
 
     def __len__(self) -> int:
         if self.running and not any(size for size, *_ in self._counts):
-            self._counts = [answer(actor.status.remote) for actor in self._actors]
+            self._counts = [call_shard(actor.status.remote) for actor in self._actors]
         return sum(size for size, *_ in self._counts)
 
     def metrics(self) -> dict[str, float]:
         """Return the last batch's age in updates, the service's size, and the number of draws per written row."""
-        size, inserted, drawn = (sum(each) for each in zip(*self._counts, strict=True))
+        size, inserted, drawn = (sum(counts) for counts in zip(*self._counts, strict=True))
         return {
-            "replay/batch_age": float(self._age),
+            "replay/batch_age": float(self._batch_age),
             "replay/size": float(size),
             "replay/samples_per_insert": drawn / max(inserted, 1),
         }
@@ -171,10 +177,10 @@ class ReplayService(ConfigSafe):
             self._writer = self.writer(f"rank {this_rank()}")
         ids = list(range(self.buffer.parts[2].num_envs)) if env_ids is None else env_ids.tolist()
         rows = time_major(data, len(ids), None).clone()  # a collector may reuse its memory
-        cut = [env for env in ids if env in self._cut]
+        cut = [env for env in ids if env in self._cut_envs]
         compares = self.buffer.writer.check_successors
         self._writer.write(as_arrays(rows.reshape(-1, len(ids)).transpose(0, 1)), ids, cut, compares)
-        self._cut.difference_update(cut)
+        self._cut_envs.difference_update(cut)
 
     def cut(self, env_ids: torch.Tensor | None = None) -> None:
         """End the running trajectories: the next rows do not continue them, for example after a restart.
@@ -182,10 +188,10 @@ class ReplayService(ConfigSafe):
         Args:
             env_ids: The environments; None for all.
         """
-        self._cut.update(self.buffer.writer.check_ids(env_ids).tolist())
+        self._cut_envs.update(self.buffer.writer.check_ids(env_ids).tolist())
 
     @property
-    def left_out(self) -> list[str]:
+    def excluded_keys(self) -> list[str]:
         """Entries of a rollout that the buffer does not use."""
         return excluded_keys(self.buffer)
 
@@ -195,58 +201,61 @@ class ReplayService(ConfigSafe):
         self._start()
         if batch_size != self._batch_size:
             self._batch_size = batch_size
-            self._calls.clear()
-            self._drawn.clear()
-        while not self._drawn:
-            self._ask_ahead()
+            self._pending_calls.clear()
+            self._batches.clear()
+        while not self._batches:
+            self._request_ahead()
             self._receive()
-        self._ask_ahead()
-        packed, shard, life, asked = self._drawn.popleft()
-        batch = unpacked(*packed)
-        self._age = self._served - asked
-        self._served += 1
-        return batch.set(SOURCE, torch.full(batch.batch_size, life * self.shards + shard))
+        self._request_ahead()
+        packed, shard, start_time, served_at_request = self._batches.popleft()
+        batch = unpack_batch(*packed)
+        self._batch_age = self._num_served - served_at_request
+        self._num_served += 1
+        return batch.set(SOURCE, torch.full(batch.batch_size, start_time * self.shards + shard))
 
-    def _ask_ahead(self) -> None:
-        while len(self._calls) < self.calls_in_flight:
-            shard = self._asked % self.shards
-            self._calls.append((self._ask(shard), shard, self._served))
-            self._asked += 1
+    def _request_ahead(self) -> None:
+        while len(self._pending_calls) < self.calls_in_flight:
+            shard = self._num_requested % self.shards
+            self._pending_calls.append((self._request(shard), shard, self._num_served))
+            self._num_requested += 1
 
-    def _ask(self, shard: int) -> Any:
-        learned, self._learned[shard] = self._learned[shard], []
-        return self._actors[shard].draw.remote(self._batch_size, self.batches_per_call, learned)
+    def _request(self, shard: int) -> Any:
+        updates, self._updates[shard] = self._updates[shard], []
+        return self._actors[shard].draw.remote(self._batch_size, self.batches_per_call, updates)
 
     def _receive(self) -> None:
-        ref, shard, asked = self._calls.popleft()
-        draws = answer(self._ask, shard, sent=ref)
-        self._counts[shard] = draws.size, draws.inserted, draws.drawn
-        self._drawn.extend((batch, shard, draws.life, asked) for batch in draws.batches)
+        ref, shard, served_at_request = self._pending_calls.popleft()
+        sampled = call_shard(self._request, shard, pending=ref)
+        self._counts[shard] = sampled.size, sampled.inserted, sampled.drawn
+        self._batches.extend((batch, shard, sampled.start_time, served_at_request) for batch in sampled.batches)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Read the priorities that a loss wrote into a batch, and send them with the next call."""
         if prioritized_in(self.buffer.sampler) is not None:
-            self._hand_back(data, [self.buffer.priority_key, INDEX, "write_generation"], None)
+            self._send_update(data, [self.buffer.priority_key, INDEX, "write_generation"], None)
 
     def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> None:
         """Send rewritten entries of a batch with the next call, see :meth:`ExperienceBuffer.write_back`."""
-        self._hand_back(batch, [*keys, INDEX, "write_position", MASK], list(keys))
+        self._send_update(batch, [*keys, INDEX, "write_position", MASK], list(keys))
 
-    def _hand_back(self, batch: TensorDictBase, entries: list[Any], keys: list[Any] | None) -> None:
-        life, shard = divmod(int(batch[SOURCE].flatten()[0]), self.shards)
-        shape, _, arrays = packed(batch.select(*entries, strict=False).detach())
-        self._learned[shard].append(Learned(life, shape, arrays, keys))
+    def _send_update(self, batch: TensorDictBase, entries: list[Any], keys: list[Any] | None) -> None:
+        start_time, shard = divmod(int(batch[SOURCE].flatten()[0]), self.shards)
+        shape, _, arrays = pack_batch(batch.select(*entries, strict=False).detach())
+        self._updates[shard].append(BatchUpdate(start_time, shape, arrays, keys))
 
     # -- state -------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         """Take a snapshot if the service runs with a folder; return the location of the newest one, or None."""
         if self.running and self.folder is not None:
-            self._settle()
-            names = [answer(actor.snapshot.remote, "checkpoint") for actor in self._actors]
-            self._resumed = [_of_shard(self.folder, shard) / name for shard, name in enumerate(names)]
+            self._send_pending()
+            names = [call_shard(actor.snapshot.remote, "checkpoint") for actor in self._actors]
+            self._resumed = [_shard_folder(self.folder, shard) / name for shard, name in enumerate(names)]
         first = self._resumed[0]
         folder = None if first is None else str(first.parents[1])
-        return {"folder": folder, "snapshots": [None if each is None else each.name for each in self._resumed]}
+        return {
+            "folder": folder,
+            "snapshots": [None if snapshot is None else snapshot.name for snapshot in self._resumed],
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Start from a snapshot in this run's folder, or otherwise in the folder of the run that took it.
@@ -255,116 +264,118 @@ class ReplayService(ConfigSafe):
             ValueError: The service runs already, or the state is foreign or has another number of shards.
         """
         if self.running:
-            raise ValueError("The replay service runs already; load the state before it is used.")
+            raise ValueError("The replay service runs already. Load the state before its first use.")
         names = sequence(state_dict.get("snapshots"), "snapshots")
         if len(names) != self.shards:
-            raise ValueError(f"The state is that of {len(names)} shards, but here are {self.shards}; take as many.")
+            raise ValueError(f"shards must be {len(names)} as in the state, got {self.shards}.")
         if any(name is None for name in names):
             logger.warning(
-                "the checkpoint holds no snapshot of the replay service (it had no folder): it begins empty. Give it "
-                "a folder to keep what it holds."
+                "the checkpoint has no snapshot of the replay service, because it had no folder; it starts empty. Set "
+                "folder to save its rows."
             )
             return
-        if not all(isinstance(name, str) and NAME.fullmatch(name) for name in names):
+        if not all(isinstance(name, str) and SNAPSHOT_NAME.fullmatch(name) for name in names):
             raise state_error(names, "snapshots", "names of snapshots")
         recorded = Path(str(state_dict.get("folder")))
         for shard, name in enumerate(names):
-            here = None if self.folder is None else _of_shard(self.folder, shard) / name
-            self._resumed[shard] = here if here is not None and here.is_dir() else _of_shard(recorded, shard) / name
+            own_folder = None if self.folder is None else _shard_folder(self.folder, shard) / name
+            self._resumed[shard] = (
+                own_folder if own_folder is not None and own_folder.is_dir() else _shard_folder(recorded, shard) / name
+            )
 
     # -- the service -------------------------------------------------------------------------------------------------
     def _start(self) -> None:
         if self.running:
             return
-        self._ray, joined_here = joined(self.ray_init_config)
-        self._owns_ray |= joined_here
+        self._ray, has_connected = connect(self.ray_init_config)
+        self._owns_ray |= has_connected
         names = [f"{self.name}/{shard}" for shard in range(self.shards)]
-        there = [self._found(name) for name in names]
-        if any(there) and self._found(f"{self.name}/{self.shards}"):
+        running_actors = [self._find_actor(name) for name in names]
+        if any(running_actors) and self._find_actor(f"{self.name}/{self.shards}"):
             raise ServiceFault(
-                f"The replay service name={self.name!r} has more shards than shards={self.shards}. Take as many as it "
-                "was started with."
+                f"The replay service name={self.name!r} has more shards than shards={self.shards}. Use the number of "
+                "its first run."
             )
-        if self.join and not all(there):
+        if self.join and not all(running_actors):
             raise ServiceFault(f"No replay service name={self.name!r} runs in this cluster to join. Start it first.")
-        if any(there) and not (self.keep or self.join):
+        if any(running_actors) and not (self.keep or self.join):
             raise ServiceFault(
-                f"A replay service name={self.name!r} runs in this cluster already. Give another name, or leave it out."
+                f"A replay service name={self.name!r} runs in this cluster already. Set another name, or leave it out."
             )
         if self.keep and not self.join:
-            self._owner = self._claimed()
-        self._actors = [there[shard] or self._built(shard, name) for shard, name in enumerate(names)]
+            self._owner = self._claim_name()
+        self._actors = [running_actors[shard] or self._build_actor(shard, name) for shard, name in enumerate(names)]
         for actor in self._actors:
-            self._check(answer(actor.describe.remote))
+            self._check_running(call_shard(actor.describe.remote))
 
-    def _built(self, shard: int, name: str) -> Any:
+    def _build_actor(self, shard: int, name: str) -> Any:
         lifetime = {"lifetime": "detached"} if self.keep else {}
-        remote = self._ray.remote(ServiceActor).options(
+        actor_class = self._ray.remote(ServiceActor).options(
             name=name, namespace=_NAMESPACE, max_restarts=-1, max_task_retries=0, **lifetime, **self.remote_configs
         )
-        folder = None if self.folder is None else str(_of_shard(self.folder, shard))
-        begun = self._resumed[shard]
+        folder = None if self.folder is None else str(_shard_folder(self.folder, shard))
+        snapshot = self._resumed[shard]
         # Ray stores small arguments with the actor, but larger ones with their sender, which may have exited.
         payload = zlib.compress(cloudpickle.dumps((self.buffer, self._limiter)))
         try:
-            return remote.remote(sys.path, payload, shard, folder, None if begun is None else str(begun))
+            return actor_class.remote(sys.path, payload, shard, folder, None if snapshot is None else str(snapshot))
         except ValueError as error:  # another run was faster
             raise ServiceFault(
-                f"A replay service name={self.name!r} has just been started by another run. Give another name."
+                f"A replay service name={self.name!r} was just started by another run. Set another name."
             ) from error
 
-    def _found(self, name: str) -> Any:
+    def _find_actor(self, name: str) -> Any:
         try:
             return self._ray.get_actor(name, namespace=_NAMESPACE)
         except ValueError:
             return None
 
-    def _claimed(self) -> Any:
+    def _claim_name(self) -> Any:
         """Mark the service as owned by this run, with an actor that ends with it."""
-        mark = self._ray.remote(type("ReplayServiceOwner", (), {}))
+        owner_class = self._ray.remote(type("ReplayServiceOwner", (), {}))
         try:
-            return mark.options(name=f"{self.name}/owner", namespace=_NAMESPACE, num_cpus=0).remote()
+            return owner_class.options(name=f"{self.name}/owner", namespace=_NAMESPACE, num_cpus=0).remote()
         except ValueError as error:
             raise ServiceFault(
-                f"Another run has the replay service name={self.name!r}. Wait for its end, or give another name."
+                f"Another run uses the replay service name={self.name!r}. Wait for its end, or set another name."
             ) from error
 
-    def _check(self, there: dict[str, Any]) -> None:
-        here = {"versions": installed(), "buffer": described(self.buffer)}
+    def _check_running(self, running: dict[str, Any]) -> None:
+        local = {"versions": installed_versions(), "buffer": buffer_properties(self.buffer)}
         for kind in ("versions", "buffer"):
-            for what, value in here[kind].items():
-                if there[kind].get(what) != value:
+            for name, value in local[kind].items():
+                if running[kind].get(name) != value:
                     raise ServiceFault(
-                        f"The replay service name={self.name!r} has {what} {there[kind].get(what)!r}, but here is "
-                        f"{value!r}. Take the same, or give another name."
+                        f"The replay service name={self.name!r} has {name} {running[kind].get(name)!r}, but this "
+                        f"run has {value!r}. Use the same, or another name."
                     )
         # Default limits accept the limits of the process that started the service.
-        usual = RateLimiter().settings
+        defaults = RateLimiter().settings
         for name, value in self._limiter.settings.items():
-            known = there.get("limits", usual)[name]
-            if value not in (usual[name], known):
+            running_value = running.get("limits", defaults)[name]
+            if value not in (defaults[name], running_value):
                 raise ServiceFault(
-                    f"The replay service name={self.name!r} has {name}={known}, but here is {value}. Leave it out, "
-                    "take the same, or give another name."
+                    f"The replay service name={self.name!r} has {name}={running_value}, but this run has {value}. "
+                    "Leave it out, use the same, or set another name."
                 )
 
-    def _settle(self) -> None:
+    def _send_pending(self) -> None:
         """Send pending data, so that a snapshot contains it."""
         if self._writer is not None:
-            self._writer.settle()
-        for shard, learned in enumerate(self._learned):
-            if learned:
-                self._learned[shard] = []
-                answer(self._actors[shard].apply_feedback.remote, learned)
+            self._writer.wait_until_written()
+        for shard, updates in enumerate(self._updates):
+            if updates:
+                self._updates[shard] = []
+                call_shard(self._actors[shard].apply_feedback.remote, updates)
 
     def shutdown(self) -> None:
-        """End the service unless ``keep`` or ``join``, and leave a cluster that was joined here.
+        """End the service unless ``keep`` or ``join``, and leave a cluster that was connected here.
 
         It is safe to call repeatedly.
         """
         actors, self._actors = self._actors, []
-        self._calls.clear()
-        self._drawn.clear()
+        self._pending_calls.clear()
+        self._batches.clear()
         self._writer = None
         try:
             if actors and self._ray.is_initialized():
@@ -382,15 +393,15 @@ class ReplayService(ConfigSafe):
 def _check_buffer(buffer: ExperienceBuffer, shards: int) -> None:
     num_envs = buffer.parts[2].num_envs
     if len(buffer):
-        raise ValueError(f"A replay service begins with an empty buffer, but this one holds {len(buffer)} rows.")
+        raise ValueError(f"buffer must be empty for a replay service, got {len(buffer)} rows.")
     if num_envs % shards:
-        raise ValueError(f"shards={shards} cannot share {num_envs} environments out evenly; take a divisor.")
+        raise ValueError(f"shards must divide the {num_envs} environments, got {shards}.")
     if shards > 1 and not SamplerApi.of(buffer.sampler).supports_uneven_rings:
         raise ValueError(
-            f"With shards={shards} each fills some of the rings alone, but {type(buffer.sampler).__name__} wants all "
-            "evenly filled; take one of ours, or shards=1."
+            f"shards must be 1 with a {type(buffer.sampler).__name__}, which needs evenly filled rings, got {shards}. "
+            "Use one of our samplers, or shards=1."
         )
 
 
-def _of_shard(folder: Path, shard: int) -> Path:
+def _shard_folder(folder: Path, shard: int) -> Path:
     return folder / f"shard_{shard}"

@@ -57,7 +57,7 @@ def test_single_observation_and_batch_are_distinguished(space, one, shapes):
         (CHOICE, 0.5, "'observation' has dtype torch.float64, expected torch.int64"),
         (NEST, {"seen": np.zeros(3)}, r"no entry \('inner', 'choice'\)"),
         (NEST, np.zeros(3), "no entry 'seen'"),
-        (NEST, {"seen": np.zeros((2, 3)), "inner": {"choice": 1}}, "of different batches"),
+        (NEST, {"seen": np.zeros((2, 3)), "inner": {"choice": 1}}, "same batch size"),
     ],
 )
 def test_observation_unlike_the_specs_raises(space, observation, message):

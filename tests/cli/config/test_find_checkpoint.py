@@ -135,7 +135,7 @@ DAMAGE: dict[Callable[[Path], None], str] = {
     **dict.fromkeys((empty, torn, binary, foreign, a_list, tagged), "hydra.yaml is damaged"),
     without_record: "no record of its run",
     without_checkpoints: "holds no checkpoint",
-    own_files: "is no whole checkpoint",
+    own_files: "is not a complete checkpoint",
 }
 
 

@@ -137,7 +137,7 @@ MISTAKES = {
     "no word": ([*NORMALISED, "freeze_statistics=maybe"], "freeze_statistics=maybe: expected true or false"),
     "no start": ([*NORMALISED, "init_from=null", "freeze_statistics=true"], "say with which: init_from=RUN"),
     "nowhere": (["init_from=nowhere"], "init_from=nowhere: it is neither the folder of a run, nor a checkpoint, nor"),
-    "no hub": (["init_from=me/cartpole"], "=me/cartpole: me/cartpole is no folder; the hub needs huggingface_hub"),
+    "no hub": (["init_from=me/cartpole"], "=me/cartpole: me/cartpole is not a folder; the hub needs huggingface_hub"),
     "no run": (["init_from=."], r"init_from=\.: \. has neither checkpoints/best.ckpt nor"),
     "resumed": ([*RESUMED, "init_from=nowhere"], "init_from=nowhere has no effect on a run that is resumed"),
 }  # fmt: skip

@@ -473,7 +473,7 @@ def clipped_objective(log_ratio: Any, advantage: Any, clip: float) -> Any:
 
 
 def kl_estimate(log_ratio: Any) -> Any:
-    """Return :func:`torchrl_lightning.agents.losses.kl_estimate` for one step (numba)."""
+    """Return :func:`torchrl_lightning.agents.loss_functions.kl_estimate` for one step (numba)."""
     log_ratio_64 = float(log_ratio)
     return np.float32(math.expm1(log_ratio_64) - min(log_ratio_64, 88.0))
 

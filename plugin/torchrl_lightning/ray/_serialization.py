@@ -22,20 +22,20 @@ class Receipt(NamedTuple):
     acknowledged: int
 
 
-class Draws(NamedTuple):
-    """Batches of one call, their shard's start time ``life``, and its numbers of stored, written and drawn rows."""
+class SampledBatches(NamedTuple):
+    """Batches of one call, the start time of their shard, and its numbers of stored, written and drawn rows."""
 
     batches: list[tuple[list[int], list[Any], Arrays]]
-    life: int
+    start_time: int
     size: int
     inserted: int
     drawn: int
 
 
-class Learned(NamedTuple):
+class BatchUpdate(NamedTuple):
     """A learner's updates of a batch: rewritten entries under ``keys``, or priorities if ``keys`` is None."""
 
-    life: int
+    start_time: int
     shape: list[int]
     arrays: Arrays
     keys: list[Any] | None
@@ -43,23 +43,23 @@ class Learned(NamedTuple):
 
 def as_arrays(rollout: TensorDict) -> Arrays:
     """Return the entries of a rollout ``[N, T]`` as contiguous arrays ``[T, N, *F]``; Ray does not copy them."""
-    return packed(rollout.transpose(0, 1))[2]
+    return pack_batch(rollout.transpose(0, 1))[2]
 
 
 def as_rollout(arrays: Arrays) -> TensorDict:
     """Copy arrays ``[T, N, *F]`` into a rollout ``[N, T]``."""
-    entries = {path: value.transpose(0, 1) for path, value in _copied(arrays)}
+    entries = {path: value.transpose(0, 1) for path, value in _copied_tensors(arrays)}
     return tensordict_of(entries, next(iter(entries.values())).shape[:2], (None, "time"))
 
 
-def weights_of(policy: object) -> Arrays | None:
+def copy_weights(policy: object) -> Arrays | None:
     """Copy the parameters and buffers of a policy; None if it is not a module."""
     if not isinstance(policy, nn.Module):
         return None
     return {name: value.numpy(force=True).copy() for name, value in _tensors(policy).items()}
 
 
-def take_weights(policy: nn.Module, weights: Mapping[str, NDArray[Any]]) -> None:
+def load_weights(policy: nn.Module, weights: Mapping[str, NDArray[Any]]) -> None:
     """Copy parameters and buffers into a policy."""
     for name, value in _tensors(policy).items():
         value.detach().copy_(torch.tensor(weights[name]))
@@ -69,7 +69,7 @@ def _tensors(policy: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in policy.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
-def packed(batch: TensorDictBase) -> tuple[list[int], list[Any], Arrays]:
+def pack_batch(batch: TensorDictBase) -> tuple[list[int], list[Any], Arrays]:
     """Return shape, names and contiguous arrays of a batch."""
     leaves: Mapping[Any, Any] = dict(batch.items(include_nested=True, leaves_only=True))
     return (
@@ -79,11 +79,11 @@ def packed(batch: TensorDictBase) -> tuple[list[int], list[Any], Arrays]:
     )
 
 
-def unpacked(shape: Sequence[int], names: Sequence[Any], arrays: Arrays) -> TensorDict:
+def unpack_batch(shape: Sequence[int], names: Sequence[Any], arrays: Arrays) -> TensorDict:
     """Copy arrays into a batch."""
-    return tensordict_of(dict(_copied(arrays)), torch.Size(shape), tuple(names))
+    return tensordict_of(dict(_copied_tensors(arrays)), torch.Size(shape), tuple(names))
 
 
-def _copied(arrays: Arrays) -> Iterator[tuple[Path, torch.Tensor]]:
+def _copied_tensors(arrays: Arrays) -> Iterator[tuple[Path, torch.Tensor]]:
     """Yield arrays as separate tensors, because a write into Ray's object store would end the process."""
     return ((path_of(key), torch.from_numpy(value.copy())) for key, value in arrays.items())

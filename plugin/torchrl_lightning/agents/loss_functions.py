@@ -30,7 +30,7 @@ def policy_gradient_loss(log_prob: Tensor, advantage: Tensor) -> Tensor:
         >>> policy_gradient_loss(torch.tensor([-1.0, -2.0]), torch.tensor([1.0, 0.5]))
         tensor(1.)
     """
-    _same_shape(log_prob, advantage)
+    _check_same_shape(log_prob, advantage)
     return -(log_prob * advantage).mean()
 
 
@@ -46,7 +46,7 @@ def clipped_surrogate_loss(log_ratio: Tensor, advantage: Tensor, epsilon: float 
         >>> clipped_surrogate_loss(torch.tensor([2.0, 0.5]).log(), torch.tensor([1.0, -1.0]), 0.2)
         tensor(-0.2000)
     """
-    _same_shape(log_ratio, advantage)
+    _check_same_shape(log_ratio, advantage)
     gain = log_ratio.exp() * advantage
     # (1 + epsilon) A if A >= 0, else (1 - epsilon) A: the largest gain that the objective counts.
     bound = advantage + epsilon * advantage.abs()
@@ -94,13 +94,13 @@ def critic_loss(
         >>> critic_loss(torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1))
         tensor(5.)
     """
-    _same_shape(value, target)
+    _check_same_shape(value, target)
     if clip_value is None or old_value is None:
         return DISTANCES[distance](value, target)
-    _same_shape(value, old_value)
+    _check_same_shape(value, old_value)
     clipped = old_value + (value - old_value).clamp(-clip_value, clip_value)
-    far = DISTANCES[distance](value, target, reduction="none")
-    return torch.maximum(far, DISTANCES[distance](clipped, target, reduction="none")).mean()
+    unclipped = DISTANCES[distance](value, target, reduction="none")
+    return torch.maximum(unclipped, DISTANCES[distance](clipped, target, reduction="none")).mean()
 
 
 def standardized(advantage: Tensor) -> Tensor:
@@ -111,10 +111,10 @@ def standardized(advantage: Tensor) -> Tensor:
     return (advantage - mean) / std.clamp_min(1e-6)
 
 
-def _same_shape(a: Tensor, b: Tensor) -> None:
+def _check_same_shape(a: Tensor, b: Tensor) -> None:
     # [B] and [B, 1] would silently broadcast to [B, B].
     if a.shape != b.shape:
-        raise ValueError(f"the loss compares {list(a.shape)} with {list(b.shape)}; give both the same shape")
+        raise ValueError(f"the loss compares {list(a.shape)} with {list(b.shape)}. Both must have the same shape.")
 
 
 def value_of_action(values: Tensor, action: Tensor, *, one_hot: bool = False) -> Tensor:
@@ -140,8 +140,10 @@ def margin_loss(values: Tensor, action: Tensor, margin: float, *, one_hot: bool 
         >>> margin_loss(torch.tensor([[1.0, 2.0], [1.0, 3.0]]), torch.tensor([0, 1]), 0.8)
         tensor([1.8000, 0.0000])
     """
-    shown = action if one_hot else F.one_hot(action.reshape(values.shape[:-1]), values.shape[-1])
-    return (values + margin * (1 - shown.to(values.dtype))).amax(-1) - value_of_action(values, action, one_hot=one_hot)
+    one_hot_action = action if one_hot else F.one_hot(action.reshape(values.shape[:-1]), values.shape[-1])
+    return (values + margin * (1 - one_hot_action.to(values.dtype))).amax(-1) - value_of_action(
+        values, action, one_hot=one_hot
+    )
 
 
 def double_q_value(values: Tensor, selector: Tensor) -> Tensor:
@@ -178,13 +180,13 @@ def temperature_loss(log_alpha: Tensor, log_prob: Tensor, target_entropy: float)
     return -log_alpha * (log_prob.detach() + target_entropy)
 
 
-def smoothed(action: Tensor, deviation: float, bound: float) -> Tensor:
+def smooth_action(action: Tensor, deviation: float, bound: float) -> Tensor:
     r"""Return \(\mathrm{clip}(a + \mathrm{clip}(\epsilon, -c, c), -1, 1)\), \(\epsilon\sim\mathcal N(0, \sigma)\).
 
     Target policy smoothing (Fujimoto et al., 2018), in units of half the action range.
 
     Examples:
-        >>> smoothed(torch.tensor([2.0]), deviation=0.0, bound=0.5)
+        >>> smooth_action(torch.tensor([2.0]), deviation=0.0, bound=0.5)
         tensor([1.])
     """
     return (action + (torch.randn_like(action) * deviation).clamp_(-bound, bound)).clamp_(-1.0, 1.0)
@@ -202,13 +204,15 @@ def td_loss(
         >>> td_loss(torch.tensor([[1.0], [4.0]]), torch.tensor([2.0]))
         (tensor([5.]), tensor([2.]))
     """
-    several = values.ndim > target.ndim
-    assert values.shape[several:] == target.shape, f"values {list(values.shape)}, target {list(target.shape)}"
+    has_several_critics = values.ndim > target.ndim
+    assert values.shape[has_several_critics:] == target.shape, (
+        f"values {list(values.shape)}, target {list(target.shape)}"
+    )
     if mask is not None:
         # NaN in a target would make the gradient NaN even if the loss is masked afterwards.
-        target = torch.where(mask, target, values.detach()[0] if several else values.detach())
-    loss = DISTANCES[distance](values, target.expand_as(values) if several else target, reduction=reduction)
+        target = torch.where(mask, target, values.detach()[0] if has_several_critics else values.detach())
+    loss = DISTANCES[distance](values, target.expand_as(values) if has_several_critics else target, reduction=reduction)
     error = (values.detach() - target).abs_()
-    if several:
+    if has_several_critics:
         loss, error = (loss * len(values) if reduction == "mean" else loss.sum(0)), error.amax(0)
     return loss, error if mask is None else torch.where(mask, error, 0.0)

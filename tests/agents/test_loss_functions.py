@@ -25,7 +25,7 @@ from torchrl_lightning.agents import (
     critic_loss,
     policy_gradient_loss,
 )
-from torchrl_lightning.agents.losses import kl_estimate, margin_loss
+from torchrl_lightning.agents.loss_functions import kl_estimate, margin_loss
 
 ACTIONS = {
     "discrete": Categorical(3),
@@ -78,7 +78,7 @@ def compare(module: ActorCriticModule, batch: TensorDict, torchrl: type[LossModu
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize(("clip_value", "kind"), [(None, "l2"), (0.2, "l2"), (None, "smooth_l1"), (0.1, "l1")])
-def test_ppo(action: str, normalize: bool, clip_value: float | None, kind: str) -> None:
+def test_ppo_loss_equals_torchrl(action: str, normalize: bool, clip_value: float | None, kind: str) -> None:
     kwargs: dict[str, Any] = {
         "clip_epsilon": 0.2,
         "entropy_coeff": 0.02,
@@ -91,17 +91,17 @@ def test_ppo(action: str, normalize: bool, clip_value: float | None, kind: str) 
 
 
 @pytest.mark.parametrize("action", ["discrete", "multi-discrete", "box"])
-def test_a2c(action: str) -> None:
+def test_a2c_loss_equals_torchrl(action: str) -> None:
     kwargs: dict[str, Any] = {"entropy_coeff": 0.02, "critic_coeff": 0.7, "loss_critic_type": "l2"}
     compare(*setting(A2CModule, action, **kwargs), A2CLoss, **kwargs)
 
 
-def test_reinforce() -> None:
+def test_reinforce_loss_equals_torchrl() -> None:
     compare(*setting(ReinforceModule, "discrete"), ReinforceLoss, loss_critic_type="l2")
 
 
 @pytest.mark.parametrize("network", [MLPNetwork([8], shared=True), RecurrentNetwork(hidden_size=8)])
-def test_ppo_with_a_shared_trunk(network: Any) -> None:
+def test_ppo_loss_with_a_shared_trunk_equals_torchrl(network: Any) -> None:
     shape = (6, 10) if isinstance(network, RecurrentNetwork) else (60,)
     kwargs: dict[str, Any] = {
         "entropy_coeff": 0.02,
@@ -112,7 +112,7 @@ def test_ppo_with_a_shared_trunk(network: Any) -> None:
     compare(*setting(PPOModule, "discrete", network, shape, **kwargs), ClipPPOLoss, **kwargs)
 
 
-def test_sequences_and_batch_are_left_as_they_were() -> None:
+def test_loss_on_sequences_leaves_the_batch_unchanged() -> None:
     module, batch = setting(PPOModule, "discrete", RecurrentNetwork(hidden_size=8), (3, 5))
     before = batch.clone()
     module.losses(batch)
@@ -120,7 +120,7 @@ def test_sequences_and_batch_are_left_as_they_were() -> None:
     assert (batch == before).all()
 
 
-def test_intrinsic_stream_adds_its_advantage_and_its_critic() -> None:
+def test_intrinsic_reward_adds_an_advantage_and_a_critic() -> None:
     module, batch = setting(
         PPOModule,
         "discrete",
@@ -164,20 +164,22 @@ def test_shapes_that_would_broadcast_are_refused() -> None:
 
 @pytest.mark.parametrize("key", AUTO_LOSS_MASK_KEYS)
 @pytest.mark.parametrize("cls", [PPOModule, A2CModule, ReinforceModule])
-def test_masked_batches_are_refused_and_not_misread(cls: type[ActorCriticModule], key: Any) -> None:
+def test_masked_batches_are_refused(cls: type[ActorCriticModule], key: Any) -> None:
     module, batch = setting(cls, "discrete")
     with pytest.raises(ValueError, match="mask"):
         module.losses(batch.set(key, torch.ones(256, 1, dtype=torch.bool)))
 
 
 @pytest.mark.parametrize("one_hot", [False, True])
-def test_margin_is_missed_by_the_best_other_action(one_hot):
+def test_margin_loss_compares_with_the_best_other_action(one_hot):
     torch.manual_seed(0)
     values, action = torch.randn(50, 3, 4), torch.randint(4, (50, 3))
-    found = margin_loss(values, torch.nn.functional.one_hot(action) if one_hot else action, 0.5, one_hot=one_hot)
-    for row, taken, missed in zip(values.view(-1, 4).tolist(), action.flatten().tolist(), found.flatten(), strict=True):
-        others = [value + 0.5 * (number != taken) for number, value in enumerate(row)]
-        assert missed == pytest.approx(max(others) - row[taken], abs=1e-6)
+    losses = margin_loss(values, torch.nn.functional.one_hot(action) if one_hot else action, 0.5, one_hot=one_hot)
+    for row, chosen, missed in zip(
+        values.view(-1, 4).tolist(), action.flatten().tolist(), losses.flatten(), strict=True
+    ):
+        others = [value + 0.5 * (number != chosen) for number, value in enumerate(row)]
+        assert missed == pytest.approx(max(others) - row[chosen], abs=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -194,7 +196,7 @@ def test_estimate_of_the_divergence_is_never_negative(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("log_ratio", [100.0, 1000.0, math.inf, -math.inf])
-def test_estimate_of_the_divergence_is_infinite_where_no_number_is_left(log_ratio: float) -> None:
+def test_estimate_of_the_divergence_is_infinite_beyond_the_range_of_the_dtype(log_ratio: float) -> None:
     assert kl_estimate(torch.tensor([0.0, log_ratio])).tolist() == [0.0, math.inf]
 
 
