@@ -54,7 +54,7 @@ SETTINGS: dict[str, list[tuple[str, str]]] = {
         ("data.num_envs=0", "data.num_envs=0: num_envs must be a positive integer, got 0."),
         ("data.buffer.gamma=1.5", "data.buffer.gamma=1.5: gamma must be between 0 and 1, got 1.5."),
         ("data.buffer.gae_lambda=-1", "data.buffer.gae_lambda=-1.0: gae_lambda must be between 0 and 1, got -1.0."),
-        ("data.frames_per_batch=1001", "data.frames_per_batch=1001 is no multiple of num_e"),
+        ("data.frames_per_batch=1001", "data.frames_per_batch=1001: frames_per_batch must be a multiple of num_e"),
         ("data.normalize_observation=[foo]", "data.normalize_observation=['foo']: normalize_observation na"),
         ("data.normalize_clip=0", "data.normalize_clip=0.0: normalize_clip must be above 0, got 0.0."),
         ("data.env=Nope-v0", "data.env: Gymnasium does not know the environment 'Nope-v0'"),
@@ -129,14 +129,17 @@ SETTINGS: dict[str, list[tuple[str, str]]] = {
         ("", "DynamicsEnsemble does not learn from the ReplayDataModule; choose a stream for it, such as data=model"),
     ],
     "data=branched model=sac env=pendulum": [
-        ("", "SACModule imagines no branches for BranchedReplay; choose a learner that does, such as model=mbpo"),
+        (
+            "",
+            "BranchedReplay needs a learner with fit_dynamics and imagine, got SACModule",
+        ),
     ],
     "data=uniform model=mbpo env=pendulum": [
         ("", "the DataModule of MBPOModule must provide branches of its world model. Use data=branched"),
     ],
     BRANCHED: [
         ("data.source.real_ratio=1.5", "data.source.real_ratio=1.5: real_ratio must be above 0 and below 1, got 1.5"),
-        ("data.buffer.n_steps=3", "data.source: branches are imagined step by step, but the buffer has"),
+        ("data.buffer.n_steps=3", "data.source: n_steps of the buffer must be 1"),
     ],
 }
 CASES = [

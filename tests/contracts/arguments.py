@@ -185,8 +185,8 @@ VALUES = (
     *refused(SumSegmentTree, "backend", backend="cuda"),
     *refused(SumSegmentTree, "SumSegmentTree.*leaf", initial=Each((-1.0, math.nan, math.inf))),
     *refused(SegmentTree, r"\('sum', 'min', 'max'\).*torch.add", op=Each((torch.mul, sum, None, "mean"))),
-    *refused(mixed, "sum to 0.9; they must sum to 1", ratios=[0.5, 0.4]),
-    *refused(mixed, "must be 2 positive numbers, one for a buffer", ratios=Each(([1.0], [1.2, -0.2]))),
+    *refused(mixed, "ratios must sum to 1, got .* 0.9", ratios=[0.5, 0.4]),
+    *refused(mixed, "ratios must be 2 positive numbers", ratios=Each(([1.0], [1.2, -0.2]))),
     *named(DemonstrationStorage, capacity=0),
     *named(DemonstrationWriter, reward_threshold=Each((math.nan, math.inf))),
     *(
@@ -253,7 +253,10 @@ VALUES = (
     *refused(AsynchronousCollector, "1.*num_envs=2", replay=DemonstrationReplay(**PLAYED), num_envs=2),
     *refused(OnPolicyDataModule, "frames_per_batch=63.*num_envs=4.*64", frames_per_batch=63),
     *refused(
-        OnPolicyDataModule, "would end each episode after its first step", reset_at_each_batch=True, frames_per_batch=4
+        OnPolicyDataModule,
+        "reset_at_each_batch must be False with frames_per_batch=4",
+        reset_at_each_batch=True,
+        frames_per_batch=4,
     ),
     *refused(OnPolicyDataModule, "mini_batch_size=128.*frames_per_batch=64", mini_batch_size=128),
     *refused(OnPolicyDataModule, "num_mini_batch=65", num_mini_batch=65),

@@ -203,7 +203,9 @@ def test_double_precision_acts_as_it_learns(head: str, network: str) -> None:
 @pytest.mark.parametrize("collector", [name for name in COLLECTORS if name != "gymnasium"])
 @PRECISIONS
 @pytest.mark.parametrize("head", ["discrete", "squashed"])
-def test_each_collector_acts_as_is_learned(head: str, precision: str, kind: Any, limit: float, collector: str) -> None:
+def test_collectors_act_in_the_precision_of_learning(
+    head: str, precision: str, kind: Any, limit: float, collector: str
+) -> None:
     env, options = HEADS[head]
     source, settings = COLLECTORS[collector](env)
     found = compared(kind(NETWORKS["mlp"], **options), source, precision, **settings)
@@ -213,21 +215,23 @@ def test_each_collector_acts_as_is_learned(head: str, precision: str, kind: Any,
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @PRECISIONS
-def test_observations_are_read_alike(precision: str, kind: Any, limit: float, dtype: Any, normalized: bool) -> None:
+def test_observations_are_processed_alike_in_acting_and_learning(
+    precision: str, kind: Any, limit: float, dtype: Any, normalized: bool
+) -> None:
     env = partial(Drawn, BOX, spaces.Box(-np.inf, np.inf, (3,), dtype))
     found = compared(kind(NETWORKS["mlp"]), env, precision, normalize_observation=normalized)
     assert 0.0 <= max(found.same) <= limit
 
 
 @PRECISIONS
-def test_pixels_are_read_alike(precision: str, kind: Any, limit: float) -> None:
+def test_pixels_are_processed_alike_in_acting_and_learning(precision: str, kind: Any, limit: float) -> None:
     network, pixels = CNNNetwork([4], [3], [2], [16]), spaces.Box(-9, 9, (2, 8, 8), np.float32)
     found = compared(kind(network), partial(Drawn, None, pixels), precision)
     assert 0.0 <= max(found.same) <= limit
 
 
 @pytest.mark.parametrize("precision", [MixedPrecision("bf16-mixed", "cpu"), MixedPrecision("16-mixed", "cpu")])
-def test_plugin_that_is_given_counts(precision: Precision) -> None:
+def test_precision_plugin_applies_to_acting(precision: Precision) -> None:
     assert max(compared(PPOModule(NETWORKS["mlp"]), Drawn, precision).same) == 0.0
 
 
@@ -240,7 +244,7 @@ class OwnAutocast(Precision):
             yield
 
 
-def test_so_does_one_of_the_users() -> None:
+def test_user_precision_plugin_applies_to_acting() -> None:
     found = compared(PPOModule(NETWORKS["mlp"]), Drawn, OwnAutocast())
     assert max(found.same) == 0.0
 
@@ -330,7 +334,7 @@ def normal(loc: torch.Tensor, scale: torch.Tensor) -> D.Distribution:
 @pytest.mark.parametrize("collector", ["gymnasium", "torchrl environment", "processes"])
 @pytest.mark.parametrize("actions", ["discrete", "continuous"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_module_of_the_users_acts_as_it_learns(precision: str, actions: str, collector: str) -> None:
+def test_user_module_acts_as_it_learns(precision: str, actions: str, collector: str) -> None:
     module = Own(actions)
     env = Drawn if actions == "discrete" else partial(Drawn, spaces.Box(-np.inf, np.inf, (2,), np.float32))
     source, settings = COLLECTORS[collector](env)
@@ -344,7 +348,7 @@ def test_module_of_the_users_acts_as_it_learns(precision: str, actions: str, col
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("collector", ["gymnasium", "torchrl environment", "processes"])
 @pytest.mark.parametrize("actions", ["discrete", "continuous"])
-def test_so_does_one_of_double_precision(actions: str, collector: str) -> None:
+def test_user_module_of_double_precision_acts_as_it_learns(actions: str, collector: str) -> None:
     space = None if actions == "discrete" else spaces.Box(-np.inf, np.inf, (2,), np.float32)
     env = partial(Drawn, space, spaces.Box(-np.inf, np.inf, (4,), np.float64))
     source, settings = COLLECTORS[collector](env)
@@ -416,7 +420,7 @@ class Watched(Drawn):
 @pytest.mark.parametrize("updates", [1, 4])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("case", ["dqn", "sac", "ppo"])
-def test_only_the_policy_acts_under_autocast(
+def test_autocast_in_acting_applies_only_to_the_policy(
     case: str, precision: str, updates: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stepped: list[bool] = []

@@ -119,7 +119,7 @@ def ended(ring: Any) -> list[list[float]]:
 
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("mode", [DISABLED, NEXT_STEP])
-def test_rings_hold_what_those_of_a_twin_hold(mode, steps) -> None:
+def test_rings_equal_the_rings_of_a_same_step_environment(mode, steps) -> None:
     """Brute force: each environment did what its twin did, which is reset in the step of an end."""
     found = []
     for each in (mode, SAME_STEP):
@@ -150,7 +150,7 @@ def test_rollouts_that_begin_with_a_reset_are_cut_where_they_end() -> None:
     data.close()
 
 
-def test_dqn_learns_from_what_gymnasium_steps_in_one_and_is_evaluated(tmp_path) -> None:
+def test_dqn_learns_from_a_gymnasium_vector_entry_point_and_is_evaluated(tmp_path) -> None:
     env = gymnasium.make_vec("CartPole-v1", N, vectorization_mode="vector_entry_point")
     data = replay_data(experience(n_steps=3), env=env, eval_env="CartPole-v1", num_envs=N, frames_per_update=9.0)
     module, _ = fit(tmp_path, data, limit_val_batches=1)
@@ -163,12 +163,12 @@ def test_dqn_learns_from_what_gymnasium_steps_in_one_and_is_evaluated(tmp_path) 
     assert (rows["observation"][rows["is_init"][:, 0]].abs() <= 0.05).all()
 
 
-def test_where_resets_may_not_be_left_out_they_are_refused(tmp_path) -> None:
+def test_reset_rows_that_cannot_be_dropped_are_refused(tmp_path) -> None:
     def refused(data: Any, says: str, **settings: Any) -> None:
         with pytest.raises(ValueError, match=f"^<?[^\n]*{says}[^\n]*$"):
             fit(tmp_path, data, dqn(), **settings)
 
     refused(rollouts(env=Lanes(NEXT_STEP), eval_env=Lanes()), "NEXT_STEP.* Replay .* takes it")
-    refused(lanes(NEXT_STEP), "2 ranks would collect different", strategy=of_rank(0, 2))
-    refused(lanes(NEXT_STEP, buffer=experience(RandomSampler)), "RandomSampler cannot read. Take a UniformSampler")
+    refused(lanes(NEXT_STEP), "on 2 ranks, got AutoresetMode.NEXT_STEP", strategy=of_rank(0, 2))
+    refused(lanes(NEXT_STEP, buffer=experience(RandomSampler)), "with RandomSampler, got AutoresetMode.NEXT_STEP")
     refused(lanes(SAME_STEP, eval_env=Lanes(NEXT_STEP)), "NEXT_STEP")

@@ -75,7 +75,7 @@ def checked(space: Any, policy: LoadedPolicy) -> None:
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_all_that_acts_for_a_run_that_clips_clips(name: str, tmp_path: Path) -> None:
+def test_clipping_applies_to_evaluation_and_loaded_policies(name: str, tmp_path: Path) -> None:
     space = SPACES[name]
     data = data_of(space)
     run = fitted(tmp_path, data)
@@ -97,7 +97,7 @@ def test_all_that_acts_for_a_run_that_clips_clips(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-def test_rollouts_and_log_probabilities_are_of_the_actions_that_were_chosen(normalize: bool, tmp_path: Path) -> None:
+def test_rollouts_store_the_unclipped_actions_and_their_log_probabilities(normalize: bool, tmp_path: Path) -> None:
     class Watching(FarActorCritic):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             assert (batch["action"].abs() > 9).all()
@@ -114,7 +114,7 @@ def test_rollouts_and_log_probabilities_are_of_the_actions_that_were_chosen(norm
     checked(SPACES["float32"], load_policy(tmp_path / "a.ckpt", FarActorCritic()))
 
 
-def test_factory_that_builds_a_clipping_collector_is_understood(tmp_path: Path) -> None:
+def test_clipping_of_a_built_collector_is_adopted(tmp_path: Path) -> None:
     data = data_of(collector=by_function, normalize_observation=True)
     run = fitted(tmp_path, data)
     assert float(run.callback_metrics["eval/return"]) == 3.0
@@ -136,7 +136,7 @@ def test_factory_that_builds_a_clipping_collector_is_understood(tmp_path: Path) 
     assert not set_otherwise.specs.action_format.clip
 
 
-def test_worker_processes_clip_and_say_so(tmp_path: Path) -> None:
+def test_worker_processes_clip_and_report_it(tmp_path: Path) -> None:
     with forked_workers():
         data = data_of(num_envs=2, collector=partial(AsynchronousCollector, num_workers=1, clip_actions=True))
         run = fitted(tmp_path, data)
@@ -152,7 +152,7 @@ def test_setting_of_each_kind_of_collector_is_read(kind: Any) -> None:
     assert not data_of(collector=kind, num_envs=2).specs.action_format.clip
 
 
-def test_collector_tells_in_its_specs_that_it_clips() -> None:
+def test_collector_specs_contain_clipping() -> None:
     for kind in (GymnasiumCollector, partial(AsynchronousCollector, num_workers=1)):
         for clip in (False, True):
             collector = kind(make(), frames_per_batch=4, clip_actions=clip)
@@ -161,7 +161,7 @@ def test_collector_tells_in_its_specs_that_it_clips() -> None:
 
 
 @pytest.mark.parametrize("collector", [None, GymnasiumCollector, partial(GymnasiumCollector, clip_actions=False)])
-def test_without_the_setting_nothing_is_clipped(collector: Any, tmp_path: Path) -> None:
+def test_actions_are_not_clipped_by_default(collector: Any, tmp_path: Path) -> None:
     class Lenient(Strict):
         def step(self, action: Any) -> Any:
             assert (np.abs(action) > 9).all()
@@ -197,7 +197,7 @@ class Far(TensorDictModule):
     ],
     ids=["replay", "dynamics"],
 )
-def test_every_stream_that_takes_a_collector_clips_in_evaluation(data: Any) -> None:
+def test_evaluation_clips_in_all_datamodules_with_a_collector(data: Any) -> None:
     made = data(eval_episodes=2)
     made.setup("validate")
     assert made.evaluate(Far())["episode_length"].tolist() == [3, 3]
@@ -260,7 +260,7 @@ def test_format_keeps_whether_it_clips(space: Any) -> None:
     assert not specs_from_state(state).action_format.clip
 
 
-def test_format_does_not_clip_unless_it_is_told() -> None:
+def test_format_does_not_clip_by_default() -> None:
     form = ActionFormat.of_space(SPACES["float32"])
     assert not form.clip
     assert form.to_environment(np.full((1, 2), 7, np.float32)).tolist() == [[7.0, 7.0]]

@@ -37,7 +37,7 @@ def test_exception_ends_collector_and_processes(settings, processes, tmp_path):
     assert data.collector is None
 
 
-def test_only_collection_steps_a_recipe_in_processes():
+def test_recipe_is_stepped_in_processes_only_for_collection():
     data = rollouts(env=ASYNC, eval_env=ASYNC, num_envs=2)
     assert (data.specs.num_envs, data.fingerprint()["num_envs"]) == (2, 2)
     left = TensorDictModule(lambda x: x[..., 0].long() * 0, ["observation"], ["action"])

@@ -64,7 +64,7 @@ def two_ranks(tmp_path_factory):
     return run_ranks(fits, tmp_path_factory.mktemp("ddp"))
 
 
-def test_each_rank_has_experience_of_its_own_and_the_same_parameters(two_ranks):
+def test_ranks_have_their_own_experience_and_equal_parameters(two_ranks):
     first, second = reports(two_ranks, "whole")
     assert first["seed"] != second["seed"]
     assert first["observations"] != second["observations"]
@@ -81,7 +81,7 @@ def test_checkpoint_holds_the_states_of_all_ranks(name, frames, two_ranks):
     assert str(first) != str(second)
 
 
-def test_two_ranks_go_on_and_normalise_as_if_never_stopped(two_ranks):
+def test_two_ranks_resume_and_normalise_as_an_uninterrupted_run(two_ranks):
     for whole, resumed in zip(reports(two_ranks, "whole"), reports(two_ranks, "resumed"), strict=True):
         for key in ("frames", "parameters", "mean", "spread"):
             assert resumed[key] == whole[key], key

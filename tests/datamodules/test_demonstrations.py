@@ -59,7 +59,7 @@ def test_demonstrations_are_learned_from_mined_and_reported(human, tmp_path, cap
     ],
     ids=["a ready vector environment", "TorchRL's", "TorchRL's, current", "a collector of one's own", "workers"],
 )
-def test_each_stream_replays_and_is_mined(options, settings, human, tmp_path):
+def test_rollouts_of_all_collectors_are_replayed_and_mined(options, settings, human, tmp_path):
     data = rollouts(buffer=demonstrated(human, **options), **settings())
     with forked_workers():
         fit(tmp_path, data, ppo(), max_epochs=4, limit_val_batches=1)
@@ -84,7 +84,7 @@ def test_collector_that_cannot_replay_is_refused(human, tmp_path):
         raise AssertionError
 
     data = rollouts(buffer=demonstrated(human), collector=collector)
-    with pytest.raises(ValueError, match=r"PPODBuffer.*collector=.*`replay`"):
+    with pytest.raises(ValueError, match=r"collector= must .* `replay`.* PPODBuffer"):
         fit(tmp_path, data, ppo())
 
 
@@ -114,7 +114,7 @@ def two_ranks(request, tmp_path_factory):
     return request.param, run_ranks(fits, tmp_path_factory.mktemp("ranks"), request.param)
 
 
-def test_each_of_two_ranks_mines(two_ranks):
+def test_two_ranks_mine(two_ranks):
     shared, folder = two_ranks
     first, second = reports(folder, "whole")
     assert first["parameters"] == second["parameters"]
@@ -126,7 +126,7 @@ def test_each_of_two_ranks_mines(two_ranks):
     assert files == (["reward_demo_1.safetensors"] if shared else ["rank_1", "reward_demo_1.safetensors"])
 
 
-def test_two_ranks_go_on_as_if_never_stopped(two_ranks):
+def test_two_ranks_resume_as_an_uninterrupted_run(two_ranks):
     _, folder = two_ranks
     for whole, resumed in zip(reports(folder, "whole"), reports(folder, "resumed"), strict=True):
         assert resumed["parameters"] == whole["parameters"]

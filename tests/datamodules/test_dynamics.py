@@ -168,7 +168,7 @@ def test_module_may_end_a_fit_and_the_run_ends_with_the_last_one(tmp_path):
     assert len({epoch for epoch, _ in module.train_batches}) == 6
 
 
-def test_without_validation_each_fit_has_all_its_epochs(tmp_path):
+def test_fits_without_validation_have_all_epochs(tmp_path):
     data = model_data(total_frames=80)
     _, run = fit(tmp_path, data, made(Stopping), max_epochs=-1, limit_val_batches=0)
     assert (run.current_epoch, data.fits, data.frames) == (6, 2, 80)
@@ -195,7 +195,7 @@ def test_limits_of_the_trainer_hold(tmp_path):
     assert [bool(module.served(epoch, validation=True)) for epoch in range(4)] == [False, True, False, True]
 
 
-def test_another_fit_of_the_trainer_goes_on(tmp_path):
+def test_second_fit_continues_the_run(tmp_path):
     data = model_data()
     module, _ = fit(tmp_path, data, max_epochs=1)
     fit(tmp_path, data, module, max_epochs=1)
@@ -204,7 +204,7 @@ def test_another_fit_of_the_trainer_goes_on(tmp_path):
     assert not torch.equal(first[0]["inputs"], second[0]["inputs"])
 
 
-def test_any_replay_buffer_serves(tmp_path):
+def test_replay_buffers_of_all_kinds_are_accepted(tmp_path):
     data = model_data(buffer=lambda num_envs: ExperienceBuffer(storage=RingStorage(200), num_envs=num_envs))
     module, _ = fit(tmp_path, data, max_epochs=1)
     other, _ = fit(tmp_path, model_data(), max_epochs=1)
@@ -234,7 +234,7 @@ def test_collector_that_ends_ends_the_run(tmp_path, caplog):
     assert (data.frames, data.fits, {epoch for epoch, _ in module.train_batches}) == (60, 1, {0, 1, 2})
 
 
-def test_rows_whose_next_observation_is_that_of_a_reset_are_served_to_nobody(tmp_path):
+def test_rows_with_a_reset_as_next_observation_are_not_served(tmp_path):
     class Marks(MBReplayBuffer):
         def extend(self, data, env_ids=None, **options):
             marked = torch.zeros(*data.shape, 1, dtype=torch.bool)
@@ -255,11 +255,11 @@ def test_rows_whose_next_observation_is_that_of_a_reset_are_served_to_nobody(tmp
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"batch_size": 60}, r"batch_size=60 needs as many rows in the training part, but \d+ of 60 stored"),
+        ({"batch_size": 60}, r"batch_size=60 must be at most .* \d+ of 60 stored"),
         ({"validation_fraction": 0.001}, "validation_fraction=0.001 .* leave none of 60 rows for validation"),
     ],
 )
-def test_parts_that_cannot_be_learned_from_are_refused(settings, message, tmp_path):
+def test_split_parts_that_are_too_small_are_refused(settings, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         fit(tmp_path, model_data(**settings))
 
@@ -281,12 +281,12 @@ def test_stored_number_that_is_not_finite_names_its_column(side, tmp_path, monke
 def test_several_ranks_are_refused(tmp_path):
     data = model_data()
     data.trainer = SimpleNamespace(precision="32-true", precision_plugin=None, world_size=2, global_rank=0)
-    with pytest.raises(ValueError, match="fits one model to one buffer, but the trainer has 2 ranks"):
+    with pytest.raises(ValueError, match=r"devices of the trainer must be 1 .* got 2"):
         data.setup("fit")
     data.close()
 
 
-def test_what_a_loader_outside_of_a_fit_is():
+def test_loader_outside_of_a_fit_has_one_batch():
     data = model_data()
     assert len(data.train_dataloader()) == data.batches_per_epoch == 1
     assert data.frames == 0
@@ -296,7 +296,7 @@ def test_what_a_loader_outside_of_a_fit_is():
 # ---- resume ----------------------------------------------------------------------------------------------------------
 
 
-def test_run_of_so_many_steps_resumes_where_it_ended(tmp_path):
+def test_run_with_max_steps_resumes_where_it_ended(tmp_path):
     whole = model_data(max_epochs_per_fit=2)
     uninterrupted, _ = fit(tmp_path, whole, max_epochs=-1, max_steps=16)
     for steps in (3, 4, 9):
@@ -308,7 +308,7 @@ def test_run_of_so_many_steps_resumes_where_it_ended(tmp_path):
         assert torch.equal(parameters(module), parameters(uninterrupted))
 
 
-def test_run_that_is_over_collects_nothing_when_it_is_resumed(tmp_path, caplog):
+def test_finished_run_collects_nothing_after_a_resume(tmp_path, caplog):
     data = model_data(total_frames=60)
     _, run = fit(tmp_path, data, max_epochs=-1)
     run.save_checkpoint(tmp_path / "end.ckpt")

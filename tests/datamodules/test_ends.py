@@ -39,7 +39,7 @@ def test_total_frames_end_on_policy_training_of_shortened_epochs(shortened, upda
     assert data.buffer.state_dict()["consumed"]
 
 
-def test_total_frames_end_on_policy_training_whose_module_cuts_epochs_short(tmp_path):
+def test_total_frames_end_on_policy_training_of_a_module_that_ends_epochs_early(tmp_path):
     class Cutting(TinyActorCritic):
         def on_train_batch_start(self, batch, batch_idx):
             return -1 if batch_idx == 2 else None
@@ -57,7 +57,7 @@ def test_total_frames_end_replay_training_of_shortened_epochs(shortened, tmp_pat
 
 
 @pytest.mark.parametrize(("make", "module", "frames"), [(rollouts, None, 64), (replay_data, dqn(), 50)])
-def test_second_fit_with_the_budget_spent_collects_nothing(make, module, frames, tmp_path, caplog):
+def test_second_fit_after_total_frames_collects_nothing(make, module, frames, tmp_path, caplog):
     data = make(total_frames=frames)
     module, _ = fit(tmp_path, data, module, **ENDLESS)
     learned = data.metrics().get("updates")
@@ -65,10 +65,10 @@ def test_second_fit_with_the_budget_spent_collects_nothing(make, module, frames,
     assert (data.frames, run.global_step, run.current_epoch) == (frames, 0, 0)
     assert data.metrics().get("updates") == learned
     assert data.collector is None
-    assert f"all {frames} frames are collected; raise total_frames={frames} to go on" in caplog.text
+    assert f"all {frames} frames are collected; raise total_frames={frames}" in caplog.text
 
 
-def test_minimum_of_epochs_outweighs_the_budget(tmp_path):
+def test_min_epochs_have_priority_over_total_frames(tmp_path):
     data = rollouts(total_frames=64)
     fit(tmp_path, data, min_epochs=3, **ENDLESS)
     assert data.frames == 3 * 64
@@ -81,16 +81,16 @@ class Stop(L.Callback):
         trainer.should_stop = True
 
 
-NO_END = "nothing ends this run: the DataModule has total_frames=-1"
+NO_END = "this run never ends: the DataModule has total_frames=-1"
 
 
 def warnings_of_a_run(caplog, folder, data, **settings):
     caplog.clear()
     fit(folder, data, **{"max_epochs": -1, "callbacks": [Stop()], **settings})
-    return [record.message for record in caplog.records if "nothing ends" in record.message]
+    return [record.message for record in caplog.records if "this run never ends" in record.message]
 
 
-def test_run_without_an_end_is_warned_of_once(tmp_path, caplog):
+def test_run_without_an_end_logs_one_warning(tmp_path, caplog):
     data = rollouts()
     (said,) = warnings_of_a_run(caplog, tmp_path, data)
     assert said.startswith(NO_END)
@@ -110,17 +110,17 @@ def test_run_without_an_end_is_warned_of_once(tmp_path, caplog):
         (-1, {"max_epochs": None}),  # of which Lightning makes 1000
     ],
 )
-def test_run_with_an_end_is_not_warned_of(tmp_path, caplog, frames, settings):
+def test_run_with_an_end_logs_no_warning(tmp_path, caplog, frames, settings):
     assert warnings_of_a_run(caplog, tmp_path, rollouts(total_frames=frames), **settings) == []
 
 
-def test_replay_stream_without_an_end_is_warned_of(tmp_path, caplog):
+def test_replay_run_without_an_end_logs_a_warning(tmp_path, caplog):
     fit_replay(tmp_path, replay_data(), dqn(), max_epochs=-1, callbacks=[Stop()])
     assert any(record.message.startswith(NO_END) for record in caplog.records)
 
 
 @pytest.mark.parametrize(("frames", "warns"), [(-1, True), (64, False)])
-def test_collector_of_the_users_ends_a_run_or_does_not(tmp_path, caplog, frames, warns):
+def test_total_frames_of_a_user_collector_end_a_run(tmp_path, caplog, frames, warns):
     def collector(policy):
         envs = make_vector_env("CartPole-v1", 4)
         made = GymnasiumCollector(envs, policy, num_envs=4, frames_per_batch=64, seed=0)

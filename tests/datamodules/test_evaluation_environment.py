@@ -53,7 +53,12 @@ from torchrl_lightning import (
 )
 from torchrl_lightning._core.protocols import CollectorApi
 from torchrl_lightning.agents import DQNModule, MLPNetwork
-from torchrl_lightning.datamodules._run.evaluation import check_evaluation, first_checked, view_of, view_of_collector
+from torchrl_lightning.datamodules._run.evaluation import (
+    check_evaluation,
+    check_first_rollout,
+    view_of,
+    view_of_collector,
+)
 from torchrl_lightning.environments import spawn_seed
 
 SIZES = {"num_envs": 2, "frames_per_batch": 64}
@@ -100,13 +105,13 @@ def fit(tmp_path):
 
 
 REFUSED = (
-    r"would not play the environment that is collected from: wrappers are CartPoleEnv in evaluation, expected "
-    r"CartPoleEnv > Shift as in collection\. Give eval_env= the same wrapped environment, or one recipe or factory"
+    r"evaluation must use the environment of collection, .* wrappers are CartPoleEnv in evaluation, expected "
+    r"CartPoleEnv > Shift as in collection\. .* eval_env="
 )
 
 
 @pytest.mark.parametrize("collector", [ours, of_torchrl])
-def test_shift_that_evaluation_would_not_see_is_refused_unless_that_is_asked_for(collector, fit, caplog) -> None:
+def test_wrapper_that_is_missing_in_evaluation_is_refused_without_eval_env(collector, fit, caplog) -> None:
     with pytest.raises(ValueError, match=REFUSED):
         fit(collector=collector)
     assert fit.updates == 0
@@ -117,7 +122,7 @@ def test_shift_that_evaluation_would_not_see_is_refused_unless_that_is_asked_for
     assert caplog.text.count("wrappers are CartPoleEnv in evaluation, expected CartPoleEnv > Shift") == 1
 
 
-def test_ready_vector_environment_is_compared_with_what_is_given_for_evaluation(fit, caplog) -> None:
+def test_ready_vector_environment_is_compared_with_eval_env(fit, caplog) -> None:
     assert fit(ready(Shift), eval_env=shifted).updates
     assert "eval_env" not in caplog.text
     assert fit(ready(Shift), eval_env="CartPole-v1").updates
@@ -129,7 +134,7 @@ def test_ready_vector_environment_is_compared_with_what_is_given_for_evaluation(
 
 
 @pytest.mark.usefixtures("forked")
-def test_environments_in_other_processes_show_their_specs(fit) -> None:
+def test_specs_of_environments_in_other_processes_are_compared(fit) -> None:
     def collector(policy, seed):
         made = AsynchronousCollector(CountingEnv, policy, num_workers=1, **SIZES, seed=seed)
         made.rollout = None  # nothing is asked of a process
@@ -139,7 +144,7 @@ def test_environments_in_other_processes_show_their_specs(fit) -> None:
         fit(collector=collector)
 
 
-def test_validation_alone_compares_nothing() -> None:
+def test_validation_without_a_fit_compares_nothing() -> None:
     data = rollouts(collector=ours, **SIZES)
     trainer(limit_val_batches=1).validate(TinyActorCritic(), datamodule=data, verbose=False)
 
@@ -156,7 +161,7 @@ def difference(stepped, played, given=True):
         lambda env: RecordEpisodeStatistics(TimeLimit(env, 7)),
     ],
 )
-def test_wrappers_that_leave_each_step_as_it_is_do_not_count(wrap) -> None:
+def test_neutral_wrappers_are_ignored(wrap) -> None:
     assert difference(ready(wrap), ready(), given=False) is None
     assert difference(gym.wrappers.vector.RecordEpisodeStatistics(ready()), ready(), given=False) is None
 
@@ -197,7 +202,7 @@ def pendulum(*around, **arguments):
         (partial(Bare, shown=1), partial(Bare, shown=2), None),
     ],
 )
-def test_arguments_of_environments_and_wrappers_count_where_they_are_told(stepped, played, message) -> None:
+def test_recorded_arguments_of_environments_and_wrappers_are_compared(stepped, played, message) -> None:
     made = [pendulum(**each) if isinstance(each, dict) else pendulum(each) for each in (stepped, played)]
     if message is None:
         assert difference(*made, given=False) is None
@@ -207,7 +212,7 @@ def test_arguments_of_environments_and_wrappers_count_where_they_are_told(steppe
         difference(*made, given=False)
 
 
-def test_clipped_rewards_are_for_learning() -> None:
+def test_reward_clipping_may_be_missing_in_evaluation() -> None:
     clipping, bare = (EnvironmentRecipe("Pendulum-v1", time_limit=9, clip_reward=clip) for clip in (0.1, None))
     still = TensorDictModule(lambda x: x[..., :1] * 0, ["observation"], ["action"])
     earned, of_bare = (play_episodes(env, still, 2, seed=0)["episode_return"] for env in (clipping, bare))
@@ -275,7 +280,7 @@ def test_evaluation_steps_as_training_does(way, tmp_path) -> None:
     assert not differences(*module.played)
 
 
-def test_what_is_out_of_reach_is_left_alone() -> None:
+def test_inaccessible_environments_are_not_compared() -> None:
     vectorized = gym.make_vec("CartPole-v1", 2, "vector_entry_point")
     assert view_of(vectorized).wrappers is None
     assert difference(vectorized, ready(Shift), given=False) is None
@@ -286,7 +291,7 @@ def cart_pole(*around):
     return TransformedEnv(GymEnv("CartPole-v1", categorical_action_encoding=True), Compose(*around))
 
 
-def test_transforms_that_change_what_is_seen_or_earned_are_named() -> None:
+def test_transforms_of_observations_or_rewards_are_named() -> None:
     scaled = cart_pole(InitTracker(), RewardScaling(0.0, 0.1))
     for env in (scaled, SerialEnv(1, lambda: scaled), TransformedEnv(SerialEnv(1, lambda: scaled), StepCounter())):
         assert "expected CartPoleEnv > RewardScaling as" in str(difference(env, ready()))
@@ -296,7 +301,7 @@ def test_transforms_that_change_what_is_seen_or_earned_are_named() -> None:
     assert difference(scaled, ready(partial(TransformReward, func=lambda r: r / 10)), given=False) is None
 
 
-def test_transforms_that_only_count_or_carry_do_not() -> None:
+def test_counters_and_primers_are_not_named() -> None:
     kept = Compose(StepCounter(max_steps=9), RewardSum(), TensorDictPrimer(hidden=Unbounded((3,))))
     env = cart_pole(InitTracker(), kept, DoubleToFloat(), DeviceCastTransform("cpu"))
     assert view_of(env).specs.keys == ["observation"]
@@ -320,13 +325,13 @@ UP_TO_SEVEN = spaces.Box(np.array([-1, -7], np.float32), 7, (2,))
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"more": spaces.Discrete(2)}, "observation 'more' is there in evaluation alone"),
+        ({"more": spaces.Discrete(2)}, "observation 'more' exists only in evaluation"),
         (
             {"image": spaces.Box(0, 255, (3, 3), np.uint8)},
             r"'image' has shape=\(3, 3\) in evaluation, expected \(2, 2\)",
         ),
         ({"image": spaces.Box(0, 7, (2, 2), np.uint8)}, "'image' has kind=Bounded in evaluation, expected Unbounded"),
-        ({"inner": spaces.Dict({})}, r"observation \('inner', 'count'\) is not there in evaluation"),
+        ({"inner": spaces.Dict({})}, r"observation \('inner', 'count'\) is missing in evaluation"),
         ({"action": spaces.Discrete(4)}, "action has n=4 in evaluation, expected 3 as in collection"),
         ({"action": spaces.MultiBinary(3)}, "action has kind=Binary in evaluation, expected Categorical"),
         ({"action": UP_TO_SEVEN}, r"action has low=\[-1.0, -7.0\] in evaluation, expected -1.0 .*; action has hi"),
@@ -345,12 +350,12 @@ def test_specs_that_differ_are_refused_field_by_field(changes, message) -> None:
             {"observation": torch.zeros(2, 5, 3)},
             r"'observation' has shape \(3,\) in its rollouts, expected shape \(4,\)",
         ),
-        ({"pixels": torch.zeros(2, 5, 4)}, r"'observation' is not in its rollouts, expected shape \(4,\)"),
+        ({"pixels": torch.zeros(2, 5, 4)}, r"'observation' is missing in its rollouts, expected shape \(4,\)"),
     ],
 )
-def test_first_rollout_of_a_collector_out_of_reach_is_compared(rollout, message) -> None:
+def test_first_rollout_of_an_inaccessible_collector_is_compared(rollout, message) -> None:
     specs = view_of(ready()).specs
     with pytest.raises(ValueError, match=message):
-        next(first_checked([TensorDict(rollout, [2, 5])], specs))
+        next(check_first_rollout([TensorDict(rollout, [2, 5])], specs))
     rollouts = [TensorDict({"observation": torch.zeros(2, 5, 4)}, [2, 5]) for _ in range(3)]
-    assert [id(each) for each in first_checked(rollouts, specs)] == [id(each) for each in rollouts]
+    assert [id(each) for each in check_first_rollout(rollouts, specs)] == [id(each) for each in rollouts]

@@ -251,7 +251,7 @@ def slow(folder: Path) -> tuple[Any, Any]:
     return ppo(folder, env=SlowCartPole, eval_env="CartPole-v1")
 
 
-def test_ctrl_c_during_a_rollout_gives_the_rollout_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_during_a_rollout_drops_the_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(tmp_path / "whole", slow)
     monkeypatch.setattr(SlowCartPole, "steps", 0)
     monkeypatch.setattr(SlowCartPole, "stop_at", 64 + 10)
@@ -285,7 +285,7 @@ class Failing(PPOModule):
             raise RuntimeError("no annotation")
 
 
-def test_error_between_collector_and_data_module_leaves_both_before_the_rollout(tmp_path: Path) -> None:
+def test_error_between_collector_and_datamodule_keeps_both_states_before_the_rollout(tmp_path: Path) -> None:
     torch.manual_seed(0)
     data, last = ppo(tmp_path)[1], LastCheckpoint(tmp_path)
     module = Failing(MLPNetwork([8]))
@@ -315,7 +315,7 @@ def test_ctrl_c_at_the_end_of_a_fit_ends_the_program(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
-def test_handler_of_the_users_own_stays(handler: Any, tmp_path: Path) -> None:
+def test_user_signal_handler_is_kept(handler: Any, tmp_path: Path) -> None:
     seen: list[Any] = []
 
     class Look(Callback):
@@ -331,7 +331,7 @@ def test_handler_of_the_users_own_stays(handler: Any, tmp_path: Path) -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_only_the_first_owner_holds_ctrl_c() -> None:
+def test_ctrl_c_is_held_by_the_first_owner() -> None:
     holder, outer, inner = InterruptHolder(), object(), object()
     holder.hold(outer)
     holder.hold(inner)

@@ -140,7 +140,7 @@ WAYS: dict[str, Any] = {
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_of_stepping_shows_small_differences(way: str) -> None:
+def test_small_differences_are_kept_by_all_collectors(way: str) -> None:
     module, _ = fitted(WAYS[way](partial(Clock, ORIGIN)), agent(PPO))
     found = seen(module, "observation")
     assert found.unique().numel() > 30
@@ -150,7 +150,7 @@ def test_every_way_of_stepping_shows_small_differences(way: str) -> None:
 
 @pytest.mark.parametrize(("origin", "dtype"), KINDS)
 @pytest.mark.parametrize("nested", [False, True])
-def test_every_dtype_shows_small_differences_nested_or_not(nested: bool, origin: float, dtype: str) -> None:
+def test_small_differences_are_kept_in_all_dtypes_nested_or_not(nested: bool, origin: float, dtype: str) -> None:
     keys = [("small",), ("inner", "clock")] if nested else [("observation",)]
     pairs = [fitted(rollouts(partial(Clock, each, dtype, nested)), agent(PPO))[0] for each in (0.0, origin)]
     check_alike(*pairs, *keys)
@@ -169,7 +169,7 @@ REPLAYS = [*(name for name in BUFFERS if name not in ("sequence", "simple")), "s
 
 @pytest.mark.parametrize("name", REPLAYS)
 @pytest.mark.parametrize(("origin", "dtype"), KINDS[:2])
-def test_every_replay_buffer_keeps_small_differences(name: str, origin: float, dtype: str) -> None:
+def test_small_differences_are_kept_by_all_replay_buffers(name: str, origin: float, dtype: str) -> None:
     simple = partial(SimpleReplayBuffer, 1, None, SIZE, 8)
     buffer = (lambda num_envs: simple(num_envs=num_envs)) if name.startswith("simple of") else BUFFERS[name]
     modules = []
@@ -203,7 +203,7 @@ def trained(tmp_path: Any) -> Any:
     return module, data, tmp_path / "at.ckpt"
 
 
-def test_loaded_policy_and_evaluation_see_what_the_module_saw(trained: Any) -> None:
+def test_loaded_policy_and_evaluation_read_the_observations_of_the_module(trained: Any) -> None:
     module, data, path = trained
     loaded = load_policy(path, agent(PPO))
     shown = torch.arange(-8, 9)[:, None].double() / 4 + ORIGIN

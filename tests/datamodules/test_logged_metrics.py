@@ -134,7 +134,7 @@ class Logging(PPOModule):
 
 @pytest.mark.parametrize("callbacks", [(), (RolloutMetricsLogger,)])
 @pytest.mark.parametrize("every", [1, 3, 50])
-def test_all_rows_count_frames_in_a_trainer_of_ones_own(callbacks: Any, every: int, tmp_path: Path) -> None:
+def test_logged_rows_count_frames_in_a_user_trainer(callbacks: Any, every: int, tmp_path: Path) -> None:
     loggers = [CSVLogger(tmp_path, "csv", ""), TensorBoardLogger(tmp_path, "board", "")]
     settings: dict[str, Any] = {"logger": loggers, "log_every_n_steps": every, "limit_val_batches": 1}
     run = trainer(tmp_path, max_epochs=3, callbacks=[make() for make in callbacks], **settings)
@@ -167,7 +167,7 @@ def test_trainer_is_left_as_it_was(stop: str, callbacks: Any, tmp_path: Path) ->
     assert set(vars(logger_connector(run))) == before
 
 
-def test_foreign_datamodule_that_counts_frames_is_an_x_axis_too(tmp_path: Path) -> None:
+def test_frames_of_a_foreign_datamodule_are_the_x_axis(tmp_path: Path) -> None:
     module, data = learner("ppo"), FakeData(3)
     run = trainer(tmp_path, max_epochs=2, limit_val_batches=1, logger=CSVLogger(tmp_path, "", ""))
     run.fit(module, datamodule=data)
@@ -176,7 +176,7 @@ def test_foreign_datamodule_that_counts_frames_is_an_x_axis_too(tmp_path: Path) 
     assert steps_of(tmp_path / "metrics.csv", "train/entropy")[-1] == data.frames
 
 
-def test_step_that_a_module_logs_itself_is_lightnings_affair(tmp_path: Path) -> None:
+def test_step_that_a_module_logs_is_not_changed(tmp_path: Path) -> None:
     class Stepping(TinyActorCritic):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log_dict({"mine": 1.0, "step": 7.0}, batch_size=1)
@@ -187,7 +187,7 @@ def test_step_that_a_module_logs_itself_is_lightnings_affair(tmp_path: Path) -> 
     assert run.callback_metrics["step"] == 7.0
 
 
-def test_without_frames_lightning_counts(tmp_path: Path) -> None:
+def test_lightning_step_is_used_without_frames(tmp_path: Path) -> None:
     class Plain(BoringModel):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("mine", 1.0)
@@ -200,7 +200,7 @@ def test_without_frames_lightning_counts(tmp_path: Path) -> None:
     assert curve.unit == "updates"
 
 
-def test_only_rows_cost_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_is_read_only_for_logged_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Logging(TinyActorCritic):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)

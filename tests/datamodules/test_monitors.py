@@ -87,7 +87,7 @@ CASES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_whatever_is_logged_is_there_for_callbacks(case: str, tmp_path: Path) -> None:
+def test_logged_metrics_are_available_to_callbacks(case: str, tmp_path: Path) -> None:
     make, data = CASES[case]
     rows = Rows()
     run = trainer(tmp_path, max_epochs=3, limit_val_batches=1, logger=rows, callbacks=[RolloutMetricsLogger()])
@@ -116,7 +116,7 @@ class Watching(EarlyStopping):
 @pytest.mark.parametrize("at_epoch_end", [True, False])
 @pytest.mark.parametrize("logs", [(), (RolloutMetricsLogger,)])
 @pytest.mark.parametrize("monitor", MONITORS)
-def test_early_stopping_and_checkpoints_find_it_in_the_first_epoch(
+def test_early_stopping_and_checkpoints_find_the_metric_in_the_first_epoch(
     monitor: str, logs: Any, at_epoch_end: bool, tmp_path: Path
 ) -> None:
     stop = Watching(monitor, check_on_train_epoch_end=at_epoch_end)
@@ -163,7 +163,7 @@ def test_early_stopping_waits_for_the_first_evaluation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("metric", ["train/nothing", "eval/success"])
-def test_metric_that_never_comes_is_refused_by_lightning(metric: str, tmp_path: Path) -> None:
+def test_metric_that_is_never_logged_is_refused_by_lightning(metric: str, tmp_path: Path) -> None:
     run = trainer(tmp_path, max_epochs=2, callbacks=[EarlyStopping(metric)], limit_val_batches=1)
     with pytest.raises(RuntimeError, match=metric):
         run.fit(ppo(), datamodule=rollouts())
@@ -181,7 +181,7 @@ def test_run_without_a_finished_episode_warns(tmp_path: Path, caplog: pytest.Log
 
 
 @pytest.mark.parametrize("monitor", ["train/retrun", "train/lenght"])
-def test_misspelt_monitor_of_episodes_is_told_before_training(monitor: str, tmp_path: Path) -> None:
+def test_misspelt_monitor_of_episodes_is_refused_before_training(monitor: str, tmp_path: Path) -> None:
     run = trainer(tmp_path, max_epochs=1, callbacks=[BestCheckpoint(tmp_path, monitor=monitor)])
     with pytest.raises(UserError, match=rf"monitor={monitor}.*train/"):
         run.fit(ppo(), datamodule=rollouts())
@@ -219,7 +219,7 @@ def test_unknown_metric_of_training_is_refused_before_training(case: str, monito
         ("train/foo", "known are train/clip_fraction, train/critic_grad_norm, train/entropy, train/episodes, "),
     ],
 )
-def test_refusal_names_the_metric_that_was_meant_or_all(monitor: str, meant: str, tmp_path: Path) -> None:
+def test_error_names_the_similar_metric_or_all_metrics(monitor: str, meant: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=re.escape(meant)):
         monitored(tmp_path, monitor, ppo(), rollouts())
 
@@ -255,7 +255,7 @@ OWN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", OWN)
-def test_metric_that_own_code_may_log_is_told_by_a_warning(
+def test_metric_that_user_code_may_log_gives_a_warning(
     case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make, data, callbacks = OWN[case]
@@ -266,14 +266,16 @@ def test_metric_that_own_code_may_log_is_told_by_a_warning(
 
 
 @pytest.mark.parametrize("case", [case for case in OWN if case not in ("collector", "module from scratch")])
-def test_metric_that_own_code_logs_is_monitored(case: str, tmp_path: Path) -> None:
+def test_metric_that_user_code_logs_is_monitored(case: str, tmp_path: Path) -> None:
     make, data, callbacks = OWN[case]
     best = BestCheckpoint(tmp_path, monitor="train/mine", save_on_train_epoch_end=True)
     trainer(tmp_path, max_epochs=1, callbacks=[*callbacks, best], limit_val_batches=1).fit(make(), datamodule=data())
     assert best.best_model_score == 1.0
 
 
-def test_known_metric_of_training_is_accepted_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_known_metric_of_training_is_accepted_without_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "torchrl_lightning"):
         for name in (*PPOModule.training_metrics, "train/return", "train/episodes"):
             monitored(tmp_path, name, ppo(), rollouts())

@@ -51,7 +51,7 @@ def offline(dataset, buffer="uniform", **kwargs):
 
 
 @pytest.mark.parametrize("name", [*BUFFERS, "recurrent"])
-def test_nothing_is_collected_and_every_buffer_serves_what_was_recorded(name, cartpole, rows, tmp_path):
+def test_offline_run_collects_nothing_and_serves_the_data_set_from_all_buffers(name, cartpole, rows, tmp_path):
     data = offline(cartpole, recurrent if name == "recurrent" else name)
     if name == "recurrent":
         data.on_after_batch_transfer = lambda batch, index: batch.unsqueeze(1)
@@ -65,7 +65,7 @@ def test_nothing_is_collected_and_every_buffer_serves_what_was_recorded(name, ca
 
 
 @pytest.mark.parametrize("name", ["prioritized, three steps", "sequence"])
-def test_what_is_collected_comes_behind_the_data(name, cartpole, rows, tmp_path):
+def test_collected_steps_follow_the_data(name, cartpole, rows, tmp_path):
     data = offline(cartpole, name, frames_per_update=2.0, num_envs=2, total_frames=30)
     fit(tmp_path, data, dqn(recurrent=name == "sequence"))
     assert data.frames == 30
@@ -124,7 +124,7 @@ def test_checkpoint_without_the_buffer_reads_the_data_again(cartpole, tmp_path, 
     _, run = fit(tmp_path, first)
     run.save_checkpoint(tmp_path / "at.ckpt")
     fit(tmp_path, resumed, dqn(), tmp_path / "at.ckpt", max_epochs=3)
-    assert "the data set is read and 0 frames are collected anew" in caplog.text
+    assert "the data set is read and 0 frames are collected" in caplog.text
     assert torch.equal(stored(resumed), stored(first))
     assert (resumed.updates, resumed.frames) == (30, 0)
     states = [data.state_dict()["normalization"]["observation"] for data in (first, resumed)]

@@ -58,7 +58,7 @@ class Stamping(TinyActorCritic):
 
 
 @pytest.mark.parametrize("buffer", [VanillaOnPolicyBuffer, GAEBuffer, VTraceBuffer])
-def test_every_buffer_serves_batches_without_staleness(buffer, tmp_path):
+def test_batches_of_all_buffers_are_not_stale(buffer, tmp_path):
     data = rollouts(buffer=buffer)
     module, _ = fit(tmp_path, data, Stamping(), max_epochs=3)
     assert module.updates == 3 * data.batches_per_epoch
@@ -73,7 +73,7 @@ def test_loader_is_sized_and_does_nothing_before_it_is_iterated():
     data.close()
 
 
-def test_second_fit_goes_on_with_the_same_buffer_and_count(tmp_path):
+def test_second_fit_continues_with_the_same_buffer_and_count(tmp_path):
     data = rollouts()
     module, _ = fit(tmp_path, data, max_epochs=1)
     buffer = data.buffer
@@ -106,12 +106,12 @@ def test_evaluation_plays_the_mode_or_samples(settings, given, sampled):
     assert modes == {ExplorationType.RANDOM if sampled else ExplorationType.DETERMINISTIC}
 
 
-def test_evaluation_of_no_known_kind_is_refused():
+def test_unknown_eval_mode_is_refused():
     with pytest.raises(ValueError, match=r"eval_mode.*'deterministic', 'sampled'"):
         rollouts(eval_mode="both")
 
 
-def test_buffer_has_its_say_on_environment_and_policy(tmp_path):
+def test_buffer_wraps_environment_and_policy(tmp_path):
     class Wrapping(GAEBuffer):
         wrapped: ClassVar[list] = []
 
@@ -129,7 +129,7 @@ def test_buffer_has_its_say_on_environment_and_policy(tmp_path):
     assert env.num_envs == 4
 
 
-def test_metrics_tell_returns_and_timings(tmp_path):
+def test_metrics_contain_returns_and_timings(tmp_path):
     data = rollouts(frames_per_batch=512, mini_batch_size=256)
     fit(tmp_path, data, max_epochs=1)
     metrics = data.metrics()
@@ -148,7 +148,7 @@ def collector(policy, num_envs=1, frames=64):
 
 
 @pytest.mark.parametrize("num_envs", [1, 2])
-def test_any_torchrl_collector_serves(num_envs, tmp_path):
+def test_torchrl_collectors_are_accepted(num_envs, tmp_path):
     data = rollouts(num_envs=num_envs, collector=partial(collector, num_envs=num_envs))
     fit(tmp_path, data, max_epochs=-1)
     # The collector ended of its own accord, and so did the training.
@@ -176,15 +176,15 @@ class WithoutPolicy(TinyActorCritic):
             TinyActorCritic,
             {},
             ValueError,
-            r"rollout of shape \(1, 32\), expected .* = \(1, 64\)",
+            r"rollouts .* = \(1, 64\), got \(1, 32\)",
         ),
         ({"buffer": VTraceBuffer}, WithoutLogProb, {}, KeyError, "action_log_prob"),
-        ({}, WithoutPolicy, {}, TypeError, "no attribute `policy`"),
+        ({}, WithoutPolicy, {}, TypeError, "must have an attribute `policy`"),
         ({}, TinyActorCritic, {"precision": "64-true"}, ValueError, "precision='64-true'"),
     ],
     ids=["another size", "no log-probability", "no policy", "true precision"],
 )
-def test_what_cannot_be_trained_is_refused(data, module, settings, error, message, tmp_path):
+def test_invalid_combinations_are_refused_before_training(data, module, settings, error, message, tmp_path):
     with pytest.raises(error, match=message):
         fit(tmp_path, rollouts(**data), module(), **settings)
 

@@ -56,7 +56,7 @@ def test_returns_of_unknown_workers_are_not_reported(tmp_path, caplog) -> None:
 
 
 @pytest.mark.parametrize("label", ["env_ids", "traj_ids"])
-def test_every_environment_has_a_ring_of_its_own(label, tmp_path) -> None:
+def test_environments_have_their_own_rings(label, tmp_path) -> None:
     sizes = {"num_envs": 4, "frames_per_batch": 8, "warmup_frames": 100}
     data, keep = replay_data(env=CountingEnv, collector=workers(4, label), write_back=[], **sizes), Keep()
     fit_replay(tmp_path, data, callbacks=[keep])

@@ -64,16 +64,16 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("rows", REFUSED.values(), ids=REFUSED)
-def test_rows_that_extend_has_more_to_do_with_are_refused(rows: TensorDict) -> None:
-    with pytest.raises(ValueError, match="write them by extend"):
+def test_rows_that_need_conversion_are_refused(rows: TensorDict) -> None:
+    with pytest.raises(ValueError, match="rows must be stored without"):
         PreparedWrite(ring(5, 2, data=rows), rows)
 
 
-def test_buffers_that_extend_has_more_to_do_with_are_refused() -> None:
+def test_buffers_that_transform_rows_are_refused() -> None:
     rows = make_rows(2)
-    with pytest.raises(ValueError, match="ring that has stored some"):
+    with pytest.raises(ValueError, match="buffer must be a ring with stored rows"):
         PreparedWrite(ring(5, 2), rows)
-    with pytest.raises(ValueError, match="write them by extend"):
+    with pytest.raises(ValueError, match="rows must be stored without"):
         PreparedWrite(ring(5, 2, data=rows, transform=RewardScaling(0.0, 1.0, in_keys=["a"])), rows)
     with pytest.raises(ValueError, match="keys, shapes and dtypes"):
         PreparedWrite(ring(5, 2, data=rows), make_rows(2).set("b", torch.zeros(2)))

@@ -35,7 +35,7 @@ def windows(n_steps=1, **kwargs):
 
 
 @pytest.mark.parametrize(("cell", "keys"), [("gru", None), ("lstm", None), ("gru", STATES)])
-def test_states_that_count_replace_what_is_stored(cell, keys, tmp_path):
+def test_refreshed_states_replace_the_stored_ones(cell, keys, tmp_path):
     data, module = replay_data(windows(), write_back=keys, **STILL), recurrent(cell=cell)
     fit(tmp_path, data, module)
     expected, found = module.before, cells(data)
@@ -74,13 +74,13 @@ class Idle(Noting):
     [({"refresh_states": False}, {}), ({}, {"write_back": []}), ({"cls": Idle}, {})],
     ids=["off", "not wanted", "not learned from"],
 )
-def test_nothing_changes_unasked(options, settings, tmp_path):
+def test_stored_states_are_unchanged_without_a_refresh(options, settings, tmp_path):
     data, module = replay_data(windows(), **STILL, **settings), recurrent(**options)
     fit(tmp_path, data, module)
     assert (cells(data) == module.before).all()
 
 
-def test_refreshing_leaves_the_first_updates_as_they_are_and_the_later_ones_not(tmp_path):
+def test_refresh_changes_later_updates_but_not_the_first(tmp_path):
     errors = []
     for refresh in (False, True):
         data, module = replay_data(windows(), **STILL), recurrent(refresh_states=refresh)
@@ -90,7 +90,7 @@ def test_refreshing_leaves_the_first_updates_as_they_are_and_the_later_ones_not(
     assert not torch.equal(errors[0][-1], errors[1][-1])
 
 
-def test_what_was_overwritten_meanwhile_keeps_its_own(tmp_path):
+def test_overwritten_cells_keep_their_new_states(tmp_path):
     class Overwriting(Noting):
         def training_step(self, batch, batch_idx):
             super().training_step(batch, batch_idx)

@@ -38,7 +38,7 @@ def expected_frames(update, ratio, warmup=40, frames_per_batch=2):
     ("ratio", "updates", "frames"),
     [(1e-7, 10**7, 1), (0.1234567, 10**12, 123_456_700_000), (1 / 3, 3 * 10**17, 10**17), (0.1, 10**17, 10**16)],
 )
-def test_any_ratio_asks_for_new_frames_in_the_end(ratio, updates, frames):
+def test_small_ratio_collects_new_frames_eventually(ratio, updates, frames):
     """Without rounding, so that a small ratio is not none, and a long run does not drift."""
     data = replay_data(frames_per_update=ratio, warmup_frames=0)
     data._clock.frames = frames
@@ -58,7 +58,7 @@ def test_ratio_of_frames_to_updates_is_exact(ratio, exact, tmp_path):
     assert found == [(u + 1, expected_frames(u, exact), expected_frames(u, exact)) for u in range(62)]
 
 
-def test_warm_up_acts_at_random_and_then_the_policy(tmp_path):
+def test_warm_up_acts_at_random_before_the_policy(tmp_path):
     """A policy without exploration always pushes the same way from the same state; random actions do not."""
     data = replay_data(warmup_frames=200, frames_per_update=4.0)
     module = dqn(epsilon_start=0.0, epsilon_end=0.0)
@@ -90,7 +90,7 @@ class QValues(L.LightningModule):
 
 
 @pytest.mark.parametrize("env", ["CartPole-v1", partial(GymEnv, "CartPole-v1", categorical_action_encoding=True)])
-def test_what_a_policy_writes_beside_the_action_is_zero_in_the_warm_up(env, tmp_path):
+def test_other_outputs_of_the_policy_are_zero_in_the_warm_up(env, tmp_path):
     data = replay_data(env=env, warmup_frames=200)
     fit(tmp_path, data, QValues())
     values = cells(data)["action_value"]
@@ -99,7 +99,7 @@ def test_what_a_policy_writes_beside_the_action_is_zero_in_the_warm_up(env, tmp_
 
 
 @pytest.mark.parametrize("name", [*BUFFERS, "recurrent"])
-def test_every_buffer_serves(name, tmp_path):
+def test_buffers_of_all_kinds_are_accepted(name, tmp_path):
     data = replay_data(recurrent if name == "recurrent" else name)
     module = dqn(Recorder, recurrent=name in ("sequence", "recurrent"))
     if name == "recurrent":
@@ -112,7 +112,7 @@ def test_every_buffer_serves(name, tmp_path):
     assert data.updates == module.updates == 20
 
 
-def test_what_has_no_room_is_refused_before_anything_is_collected(tmp_path):
+def test_settings_that_exceed_memory_or_disk_are_refused_before_collection(tmp_path):
     (tmp_path / "file").touch()
     beside = {"checkpoint_buffer": "beside", "buffer_dir": tmp_path / "file" / "buffer"}
     for settings, message in (
@@ -176,7 +176,7 @@ def test_errors_of_two_critics_become_one_priority(tmp_path):
     assert len(tables[0].unique()) > 10
 
 
-def test_priorities_are_taken_back_also_those_of_an_epochs_last_batch(tmp_path):
+def test_priorities_are_written_also_after_the_last_batch_of_an_epoch(tmp_path):
     def buffer(num_envs):
         return Telling(storage=RingStorage(SIZE), sampler=prioritized(), num_envs=num_envs)
 
@@ -226,7 +226,7 @@ def test_training_stops_when_all_frames_are_collected_and_learned_from(updates_p
     assert run.current_epoch == 7
 
 
-def test_only_training_batches_are_kept(tmp_path):
+def test_evaluation_batches_are_not_kept(tmp_path):
     data = replay_data()
     data.setup("fit")
     assert data.on_after_batch_transfer("episodes", 0) == "episodes"
@@ -247,7 +247,7 @@ def test_exception_closes_everything(tmp_path):
     assert data.state_dict()["ranks"][0]["updates"] == 0
 
 
-def test_loss_without_priorities_is_told_what_is_missing(tmp_path):
+def test_loss_without_priorities_names_the_missing_entry(tmp_path):
     class Forgetful(DQNModule):
         def training_step(self, batch, batch_idx):
             super().training_step(batch, batch_idx)
@@ -257,7 +257,7 @@ def test_loss_without_priorities_is_told_what_is_missing(tmp_path):
         fit(tmp_path, replay_data("prioritized"), dqn(Forgetful))
 
 
-def test_metrics_tell_returns_timings_and_sizes(tmp_path):
+def test_metrics_contain_returns_timings_and_sizes(tmp_path):
     data = replay_data(warmup_frames=300, frames_per_batch=20)
     fit(tmp_path, data, max_epochs=1)
     metrics = data.metrics()

@@ -97,7 +97,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "updates", "frames"), [("memory_whole", 40, 2 * 72), ("delayed_whole", 28, 2 * 64)])
-def test_ranks_learn_the_same_from_experience_of_their_own(folder, name, updates, frames):
+def test_ranks_learn_equal_weights_from_their_own_experience(folder, name, updates, frames):
     first, second = reports(folder, name)
     assert [first["seed"], second["seed"]] == [spawn_seed(0, "collector", rank) for rank in range(2)]
     assert first["cells"] != second["cells"]
@@ -111,7 +111,7 @@ def test_ranks_learn_the_same_from_experience_of_their_own(folder, name, updates
 
 
 @pytest.mark.parametrize("kept", ["memory", "files"])
-def test_two_ranks_go_on_as_if_never_stopped(folder, kept):
+def test_two_ranks_resume_as_an_uninterrupted_run(folder, kept):
     for whole, resumed in zip(reports(folder, "memory_whole"), reports(folder, f"{kept}_resumed"), strict=True):
         for name in ("updates", "frames", "ended", "cells", "next_sample", "moments"):
             assert resumed[name] == whole[name], name
@@ -119,7 +119,7 @@ def test_two_ranks_go_on_as_if_never_stopped(folder, kept):
 
 
 @pytest.mark.parametrize("kept", ["memory", "files"])
-def test_each_rank_keeps_its_buffer_beside_the_checkpoint(folder, kept):
+def test_ranks_store_their_buffers_beside_the_checkpoint(folder, kept):
     states = torch.load(folder / f"{kept}_half.ckpt", weights_only=True)["ReplayDataModule"]["ranks"]
     snapshots = [state["snapshot"] for state in states]
     assert [Path(snapshot["folder"]).name for snapshot in snapshots] == ["rank_0", "rank_1"]

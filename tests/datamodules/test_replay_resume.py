@@ -64,7 +64,7 @@ def test_reading_the_state_changes_nothing_and_writes_nothing(tmp_path):
     assert referred(tmp_path / "again.ckpt") == name
 
 
-def test_without_resets_counters_and_ratio_go_on(tmp_path):
+def test_counters_and_ratio_continue_without_resets(tmp_path):
     first = replay_data("three steps", frames_per_update=0.1)
     module, run = fit(tmp_path, first)
     run.save_checkpoint(tmp_path / "last.ckpt")
@@ -79,13 +79,13 @@ def test_without_resets_counters_and_ratio_go_on(tmp_path):
     assert module.updates == 20
 
 
-def test_no_buffer_is_a_warning_and_a_second_warm_up(tmp_path, caplog):
+def test_missing_buffer_gives_a_warning_and_a_second_warm_up(tmp_path, caplog):
     first, data = (replay_data("sequence", checkpoint_buffer="none") for _ in range(2))
     _, run = fit(tmp_path, first, dqn(recurrent=True))
     run.save_checkpoint(tmp_path / "last.ckpt")
     with caplog.at_level(logging.WARNING):
         fit(tmp_path, data, dqn(recurrent=True), tmp_path / "last.ckpt", max_epochs=3)
-    assert "holds no replay buffer (checkpoint_buffer='none'): 40 frames are collected anew" in caplog.text
+    assert "(checkpoint_buffer='none'): 40 frames are collected" in caplog.text
     # Frame 60 was the last one; then 40 anew, and one for each further update.
     assert (data.updates, data.frames, len(data.buffer)) == (30, 110, 50)
 
@@ -115,7 +115,7 @@ def test_runs_that_share_a_folder_leave_each_other_alone(tmp_path):
 
 
 @pytest.mark.parametrize("cells", ["cells", "elsewhere"])
-def test_run_that_crashed_behind_its_checkpoint_resumes_from_it_alone(cells, tmp_path):
+def test_run_that_crashed_after_its_checkpoint_resumes_from_it(cells, tmp_path):
     first = ready(tmp_path / "states", experience(folder=tmp_path / "cells"))
     for number in range(300):  # round the ring
         first.buffer.extend(steps(float(number)))
@@ -144,7 +144,7 @@ def test_moved_folder_is_found_and_a_missing_one_explained(tmp_path):
         lost.load_state_dict(state)
     assert lost.frames == lost.updates == len(lost.buffer) == 0
     state["ranks"][0]["snapshot"]["run"] = "../../etc"
-    with pytest.raises(ValueError, match="never wrote"):
+    with pytest.raises(ValueError, match=r"reference .* is invalid"):
         lost.load_state_dict(state)
 
 
@@ -158,7 +158,7 @@ def test_evaluating_a_checkpoint_needs_no_buffer(tmp_path):
     assert data.frames == 60
 
 
-def test_each_resume_without_a_buffer_collects_the_warm_up_again(tmp_path):
+def test_resume_without_a_buffer_collects_the_warm_up_again(tmp_path):
     frames = []
     for epochs in (2, 3, 4):
         data, resume = replay_data(checkpoint_buffer="none"), tmp_path / "last.ckpt"

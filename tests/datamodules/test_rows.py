@@ -115,7 +115,9 @@ def prioritized() -> PrioritizedSampler:
     ],
 )
 @pytest.mark.parametrize("uneven", [False, True])
-def test_both_ways_leave_the_same_buffer(kind: str, kwargs: dict[str, Any], uneven: bool, streams: Any) -> None:
+def test_shared_memory_and_extend_leave_the_same_buffer(
+    kind: str, kwargs: dict[str, Any], uneven: bool, streams: Any
+) -> None:
     def write_one_step_more(data: ReplayDataModule) -> None:
         data.buffer.extend(data.buffer.storage.get(torch.tensor([1])), env_ids=torch.tensor([1]))
 
@@ -132,7 +134,7 @@ def test_both_ways_leave_the_same_buffer(kind: str, kwargs: dict[str, Any], unev
     assert [type(each) for each in streams] == [lending]
 
 
-def test_what_keeps_its_rows_gets_rollouts_of_their_own(streams: Any) -> None:
+def test_buffer_that_keeps_rows_receives_owned_rollouts(streams: Any) -> None:
     class Documented(ExperienceBuffer):
         def extend(self, data: Any, *args: Any, **kwargs: Any) -> Tensor:
             return super().extend(data, *args, **kwargs)

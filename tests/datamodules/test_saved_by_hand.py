@@ -41,7 +41,7 @@ def run_of(make: Any, epochs: int, path: Path | None = None, **settings: Any) ->
 
 
 @pytest.mark.parametrize("kind", MAKE)
-def test_checkpoint_that_is_saved_behind_a_fit_goes_on_as_if_it_had_not_ended(kind: str, tmp_path: Path) -> None:
+def test_checkpoint_saved_after_a_fit_resumes_as_an_uninterrupted_run(kind: str, tmp_path: Path) -> None:
     whole, data, _ = run_of(MAKE[kind], 4)
     *_, first = run_of(MAKE[kind], 2)
     first.save_checkpoint(tmp_path / "at.ckpt")
@@ -68,7 +68,7 @@ def test_state_of_other_ranks_is_refused_before_anything_changes(kind: str) -> N
     other.close()
 
 
-def test_what_is_left_of_the_last_rollout_is_learned_though_all_frames_are_collected(tmp_path: Path) -> None:
+def test_remaining_updates_of_the_last_rollout_are_made_after_all_frames(tmp_path: Path) -> None:
     failing, data = SaveAt(tmp_path / "at.ckpt", "on_train_batch_start", 6, then="fail"), rollouts(total_frames=128)
     with pytest.raises(RuntimeError, match="stopped"):
         fit(tmp_path, rollouts(total_frames=128), max_epochs=-1, callbacks=[failing])
@@ -77,7 +77,7 @@ def test_what_is_left_of_the_last_rollout_is_learned_though_all_frames_are_colle
 
 
 @pytest.mark.parametrize("steps", [4, 6])
-def test_run_by_steps_goes_on_without_a_rollout_too_many(steps: int, tmp_path: Path) -> None:
+def test_run_with_max_steps_resumes_without_an_extra_rollout(steps: int, tmp_path: Path) -> None:
     _, first = fit(tmp_path, max_epochs=-1, max_steps=steps)
     first.save_checkpoint(tmp_path / "at.ckpt")
     data = rollouts()

@@ -94,7 +94,7 @@ def test_dtype_that_was_the_default_only_at_construction_has_no_effect(make: Any
     assert torch.equal(parameters(module), parameters(expected))
 
 
-def test_somebody_elses_module_learns_the_same_under_another_default_dtype() -> None:
+def test_foreign_module_learns_the_same_under_another_default_dtype() -> None:
     class Single(TinyActorCritic):
         def configure_model(self) -> None:
             super().configure_model()
@@ -232,7 +232,7 @@ def test_weight_averaging_ends_with_the_average(make: Any) -> None:
 @streams
 def test_clipping_algorithm_without_a_value_is_refused(make: Any) -> None:
     module, data = make()
-    with pytest.raises(ValueError, match=r"gradient_clip_algorithm=.*gradient_clip_val"):
+    with pytest.raises(ValueError, match=r"gradient_clip_val must .* gradient_clip_algorithm='value'"):
         trainer(gradient_clip_algorithm="value").fit(module, datamodule=data)
     check_nothing_collected(data)
 

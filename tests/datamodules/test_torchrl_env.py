@@ -89,7 +89,7 @@ def test_checkpoint_of_another_environment_is_refused(fit, tmp_path) -> None:
         fit(SerialEnv(2, Walk), eval_env=Walk, resume=tmp_path / "walk.ckpt")
 
 
-def test_what_evaluation_plays_is_compared(fit, caplog) -> None:
+def test_evaluation_environment_is_compared(fit, caplog) -> None:
     fit(SerialEnv(2, limited), eval_env=limited)
     assert "eval_env" not in caplog.text
     fit(SerialEnv(2, limited), eval_env=cart_pole)
@@ -111,7 +111,7 @@ def test_copy_in_each_process(fit, three_threads) -> None:
     assert not multiprocessing.active_children()
 
 
-def test_threads_that_a_collector_took_are_given_back(fit, three_threads) -> None:
+def test_thread_count_is_restored_after_a_collector(fit, three_threads) -> None:
     def collector(policy):
         torch.set_num_threads(1)  # as TorchRL's own do that start processes
         return TorchRLCollector(make_environment(Walk, 2), policy, frames_per_batch=32)

@@ -149,7 +149,7 @@ def test_service_compares_successors_as_its_buffer_would(checks: bool, ray: Fake
     assert begins == [0] * 6 + [6 if checks else 0] * 3
 
 
-def test_ids_of_rows_that_a_service_stores_cut_there(ray: FakeRay) -> None:
+def test_trajectory_ids_cut_rows_in_a_service(ray: FakeRay) -> None:
     service = Kept(ExperienceBuffer(storage=RingStorage(80), sampler=UniformSampler(), num_envs=2), name="it")
     for ids in ([[0, 0], [1, 1]], [[0, 0], [2, 3]]):
         service.extend(rollout(ids))

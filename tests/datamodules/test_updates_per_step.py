@@ -42,7 +42,7 @@ def steps_of(run: L.Trainer) -> int:
 
 
 @pytest.mark.parametrize(("make", "module"), [(replay_data, dqn), (pendulum, sac)])
-def test_weights_do_not_depend_on_it(make: Any, module: Any, tmp_path: Path) -> None:
+def test_weights_do_not_depend_on_updates_per_step(make: Any, module: Any, tmp_path: Path) -> None:
     found = []
     for number in (1, "auto", 3):
         data = make(updates_per_step=number)
@@ -56,7 +56,7 @@ def test_weights_do_not_depend_on_it(make: Any, module: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("target_kl", [None, 1e-5])
-def test_nor_do_those_of_rollouts(target_kl: float | None, tmp_path: Path) -> None:
+def test_on_policy_weights_do_not_depend_on_updates_per_step(target_kl: float | None, tmp_path: Path) -> None:
     found = []
     for number, steps in ((1, 12), ("auto", 2), (4, 4)):
         torch.manual_seed(0)
@@ -71,7 +71,7 @@ def test_nor_do_those_of_rollouts(target_kl: float | None, tmp_path: Path) -> No
     assert torch.equal(found[0], found[2])
 
 
-def test_rollouts_between_two_steps_are_estimated_anew_as_with_one(tmp_path: Path) -> None:
+def test_rollouts_between_two_steps_are_estimated_again_as_with_one_update(tmp_path: Path) -> None:
     found = []
     for number in (1, 6):  # V-trace recomputes its targets before each pass, within a step
         torch.manual_seed(0)
@@ -83,7 +83,7 @@ def test_rollouts_between_two_steps_are_estimated_anew_as_with_one(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("most", "steps"), [(2**30, 1), (100, 2), (1, 10)])
-def test_it_follows_from_the_size_of_an_update(
+def test_number_follows_from_the_size_of_an_update(
     most: int, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(updates_per_step, "TABLE", ((most, 16), (10 * most, 8)))  # an update has 58 * 8
@@ -131,7 +131,7 @@ class Apart(L.Callback):
         ({"module": Looping}, None),
     ],
 )
-def test_it_is_one_where_each_step_has_to_be_an_update(
+def test_number_is_one_if_each_step_must_be_an_update(
     settings: dict[str, Any], reason: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = {"max_epochs": 1, **settings}
@@ -143,7 +143,7 @@ def test_it_is_one_where_each_step_has_to_be_an_update(
     assert reason is None or reason in caplog.text
 
 
-def test_resumed_run_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_run_keeps_the_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, run = fit(tmp_path, replay_data(updates_per_step="auto"), max_epochs=1)
     run.save_checkpoint(tmp_path / "one.ckpt")
     monkeypatch.setattr(updates_per_step, "TABLE", ())
@@ -152,7 +152,7 @@ def test_resumed_run_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (steps_of(run), data.updates) == (2, 20)
 
 
-def test_number_that_is_given_replaces_that_of_a_checkpoint(tmp_path: Path) -> None:
+def test_user_number_replaces_the_number_of_a_checkpoint(tmp_path: Path) -> None:
     _, run = fit(tmp_path, replay_data(updates_per_step=5), max_epochs=1)
     run.save_checkpoint(tmp_path / "five.ckpt")
     data = replay_data(updates_per_step=2)
@@ -174,7 +174,7 @@ class StoppedWithinStep(DQNModule):
 
 
 @pytest.mark.parametrize("at", [2, 13])
-def test_run_that_stops_within_a_step_makes_the_rest_of_it_when_it_is_resumed(at: int, tmp_path: Path) -> None:
+def test_run_that_stops_within_a_step_completes_the_step_after_a_resume(at: int, tmp_path: Path) -> None:
     def run(ckpt_path: Path | None = None, at: int = -1) -> torch.Tensor:
         module = dqn(StoppedWithinStep)
         module.checkpoint, module.at = tmp_path / "within.ckpt", at
@@ -190,8 +190,6 @@ def test_run_that_stops_within_a_step_makes_the_rest_of_it_when_it_is_resumed(at
 
 
 @pytest.mark.parametrize("value", ["automatic", 0, 2.5, True])
-def test_what_is_no_number_of_updates_is_refused(value: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"updates_per_step must be 'auto' or a positive integer, got .*; leave it out"
-    ):
+def test_invalid_number_of_updates_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"updates_per_step must be 'auto' or a positive integer, got "):
         replay_data(updates_per_step=value)

@@ -35,14 +35,16 @@ def collected(folder, rank=0, ranks=1, epochs=1, **settings):
 
 
 @pytest.mark.parametrize("collector", [None, seeded, partial(seeded_by_keyword, 4), CLASS, partial(CLASS, seed=None)])
-def test_every_rank_collects_data_of_its_own(collector, tmp_path) -> None:
+def test_ranks_collect_different_data(collector, tmp_path) -> None:
     first, second = (collected(tmp_path, rank, 2, collector=collector)["observation"] for rank in range(2))
     assert not (first == second).any()
 
 
-@pytest.mark.parametrize(("collector", "message"), [(seedless, "takes no `seed`"), (partial(CLASS, seed=3), "seed=3")])
+@pytest.mark.parametrize(
+    ("collector", "message"), [(seedless, "must have a parameter `seed`"), (partial(CLASS, seed=3), "seed=3")]
+)
 def test_same_data_on_all_ranks_is_refused(collector, message, tmp_path) -> None:
-    with pytest.raises(ValueError, match=rf"{message}.*2"):
+    with pytest.raises(ValueError, match=message):
         collected(tmp_path, 0, 2, collector=collector)
     first, second = (collected(tmp_path, seed=seed, collector=collector)["observation"] for seed in range(2))
     assert first.equal(second)  # their own seed counts
@@ -53,7 +55,7 @@ def test_resets_at_each_batch_reach_the_collector(tmp_path) -> None:
 
 
 def test_resets_that_the_collector_would_not_do_are_refused(tmp_path) -> None:
-    with pytest.raises(ValueError, match="`reset_at_each_batch`"):
+    with pytest.raises(ValueError, match="reset_at_each_batch must be False"):
         collected(tmp_path, collector=seeded, reset_at_each_batch=True)
-    with pytest.raises(ValueError, match=r"reset_at_each_batch=True.*DataModule"):
+    with pytest.raises(ValueError, match="reset_at_each_batch of collector= must be False"):
         collected(tmp_path, collector=partial(CLASS, reset_at_each_batch=True))

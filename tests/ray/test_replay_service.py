@@ -471,14 +471,14 @@ def test_resumed_run_without_a_service_folder_warns_that_it_starts_empty(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dataset": "demonstrations"}, "dataset= fills the buffer, but ReplayService keeps the rows elsewhere"),
+        ({"dataset": "demonstrations"}, "dataset must be None with ReplayService"),
         (
             {"source": partial(ReplayService, samples_per_insert=1.0, error_buffer=9.0)},
-            "samples_per_insert says the same as frames_per_update",
+            "samples_per_insert must be None, .* frames_per_update",
         ),
         (
             {"normalize_reward": True, "collector": partial(RayCollector, num_collectors=1)},
-            "need the rows, which this collector writes straight into the ReplayService",
+            "normalize_reward must be False .* ReplayService",
         ),
     ],
 )

@@ -34,7 +34,7 @@ from torchrl_lightning._core.validators import budget, optional
 from torchrl_lightning.collectors import play_episodes
 from torchrl_lightning.collectors.video import record_video
 from torchrl_lightning.datamodules._run.arguments import (
-    check_builds,
+    check_buffer_factory,
     check_fingerprint,
     check_frames,
     check_frozen,
@@ -43,23 +43,23 @@ from torchrl_lightning.datamodules._run.arguments import (
     run_fingerprint,
 )
 from torchrl_lightning.datamodules._run.collection import (
+    build_default_collector,
     call_with_policy,
-    clipping_of,
+    clips_by_default,
     collector_options,
     envs_of_rank,
     envs_per_worker,
-    own_collector,
 )
 from torchrl_lightning.datamodules._run.collector_stream import CollectorStream
 from torchrl_lightning.datamodules._run.discounts import build_buffer
 from torchrl_lightning.datamodules._run.due_evaluation import DueEvaluation
 from torchrl_lightning.datamodules._run.environments import RunEnvironments
 from torchrl_lightning.datamodules._run.episode_statistics import FinishedEpisodes
-from torchrl_lightning.datamodules._run.evaluation import first_checked, view_of_collector
+from torchrl_lightning.datamodules._run.evaluation import check_first_rollout, view_of_collector
 from torchrl_lightning.datamodules._run.frames import FrameClock
 from torchrl_lightning.datamodules._run.loaders import LoadersDataModule
 from torchrl_lightning.datamodules._run.normalization import Normalization
-from torchrl_lightning.datamodules._run.rebuilding import TO_GIVE, RebuildableDataModule, RunState
+from torchrl_lightning.datamodules._run.rebuilding import UNSTORED_ARGUMENTS, RebuildableDataModule, RunState
 from torchrl_lightning.datamodules._run.trainer_checks import check_surroundings
 from torchrl_lightning.datamodules.networks import build_learner
 from torchrl_lightning.environments import EnvironmentSpecs, spawn_seed
@@ -144,17 +144,17 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
     stream_kind: ClassVar[str | None] = None
     """Kind of data, matched against ``stream_kind`` of a learner."""
     suggested_model: ClassVar[str] = ""
-    leaves_resets_out: ClassVar[bool] = False
+    drops_reset_rows: ClassVar[bool] = False
     """Whether reset rows are dropped, so that vector environments in mode ``NEXT_STEP`` are accepted."""
     RUN_STATE: ClassVar[Mapping[str, Attribute]] = {
         "frames": Attribute(bounded_integer(), "_clock.frames"),
         "replayed": Child(at="_clock"),
-        "num_evaluations": Attribute(bounded_integer(), "_due.count"),
-        "rng": Attribute(generator("cpu"), "_feed.rng"),
+        "num_evaluations": Attribute(bounded_integer(), "_due_evaluation.count"),
+        "rng": Attribute(generator("cpu"), "_stream.rng"),
         "episodes": Child(at="_episodes"),
         "normalization": Child(at="_normalization"),
-        "collector": Attribute(optional(mapping), "_feed.kept"),
-        "evaluation_due": Attribute(flag, "_due.is_due"),
+        "collector": Attribute(optional(mapping), "_stream.collector_state"),
+        "evaluation_due": Attribute(flag, "_due_evaluation.is_due"),
     }
     """Name and attribute of each state entry that a rank needs to resume."""
 
@@ -162,23 +162,23 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         super().__post_init__()
         check_default_device()
         self._store_settings()
-        check_builds(self.make_buffer, self)
-        self._run = RunState(self)
+        check_buffer_factory(self.make_buffer, self)
+        self._run_state = RunState(self)
         check_frames(self.frames_per_batch, self.envs_per_worker, self.reset_at_each_batch)
-        played = self.eval_env, self.leaves_resets_out, clipping_of(self.make_collector)
-        self._environments = RunEnvironments(self.env, self.num_envs, *played)
+        eval_options = self.eval_env, self.drops_reset_rows, clips_by_default(self.make_collector)
+        self._environments = RunEnvironments(self.env, self.num_envs, *eval_options)
         self.eval_env, self.eval_num_envs = self._environments.eval_env, min(self.eval_num_envs, self.eval_episodes)
         self.buffer: Any = None
         self._clock = FrameClock(self.total_frames)
         self.num_evaluations = 0
-        self._due = DueEvaluation(self)
+        self._due_evaluation = DueEvaluation(self)
         self._episodes = FinishedEpisodes(self.num_envs)
         check_normalization(self, self.normalize_observation, self.normalize_reward)
         bounds = self.normalize_clip, self.normalize_epsilon
         self._normalization = Normalization(
             self.normalize_observation, self.normalize_reward, *bounds, frozen=self.freeze_statistics
         )
-        self._feed = CollectorStream(self._episodes, self._normalization)
+        self._stream = CollectorStream(self._episodes, self._normalization)
         self._metrics: dict[str, float] = {}
 
     @property
@@ -204,7 +204,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
     @property
     def collector(self) -> Any:
         """The collector; None before the first rollout and after a fit."""
-        return self._feed.collector
+        return self._stream.collector
 
     @property
     def build_options(self) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last rollout or epoch: episode means, ``time/*`` seconds, and metrics of parts."""
-        return {**self._clock.metrics(), **self._feed.api.metrics(), **self._metrics}
+        return {**self._clock.metrics(), **self._stream.api.metrics(), **self._metrics}
 
     # ------------------------------------------------------------------ Lightning's hooks
 
@@ -234,17 +234,17 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         self.seed = check_seed(self.seed)
         if stage == "fit":
             check_surroundings(self.trainer, self._learner)
-            self._users_collector_options()  # raises errors of the user's collector before anything is built
-            self._environments.built()
+            self._user_collector_options()  # raises errors of the user's collector before anything is built
+            self._environments.get_or_build()
             if self.make_collector is None and self.trainer is not None:
                 self._clock.announce(self.frames_per_batch * self.world_size, self.trainer)
                 self._environments.check_evaluation()
             self._build_parts()
             self._is_set_up = True
-            self._restore_held()
+            self._restore_pending_state()
             list(self.check_fit(self._learner))
             if self.trainer is not None:
-                self._due.attach(self.trainer)
+                self._due_evaluation.attach(self.trainer)
                 build_learner(self._learner, self)
 
     def check_fit(self, learner: Any = None) -> Iterator[str]:
@@ -267,7 +267,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         yield "freeze_statistics"
         check_frozen(self)
         yield "frames_per_batch"
-        self._environments.check_room(self.frames_per_batch)
+        self._environments.check_memory(self.frames_per_batch)
         yield "buffer"
         self.fingerprint(learner)
 
@@ -275,7 +275,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         """Close collector and environment after a fit; a validation between two fits leaves them open."""
         super().teardown(stage)
         if stage == "fit":
-            self._feed.keep()  # for a checkpoint that is written after the fit
+            self._stream.save_state()  # for a checkpoint that is written after the fit
             self.close()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -285,9 +285,9 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
 
     def close(self) -> None:
         """Close collector, worker processes and environment; safe at any time and repeatedly."""
-        self._acting = None
+        self._learner_api_cache = None
         try:
-            self._feed.close()
+            self._stream.close()
         finally:
             self._environments.close()
 
@@ -295,16 +295,16 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state of all ranks for a resumed run, as tensors and scalars."""
-        if self._held is not None:
-            return dict(self._held)
+        if self._pending_state is not None:
+            return dict(self._pending_state)
         return {
             "schema_version": STATE_VERSION,
-            TO_GIVE: list(self._to_give),
+            UNSTORED_ARGUMENTS: list(self._unstored_arguments),
             "seed": self.seed,
             "fingerprint": self.fingerprint(),
             "specs": specs_state(self._environments.specs),
             "normalization": self._normalization.statistics(),
-            "ranks": all_gather({**self._run.state_dict(), **self._parts_state()}),
+            "ranks": all_gather({**self._run_state.state_dict(), **self._parts_state()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -320,25 +320,25 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         evaluates = self.trainer is not None and self.trainer.state.fn not in (None, TrainerFn.FITTING)
         if not (self._is_set_up or evaluates):
             check_state(state, STATE, "experience", STATE_VERSION)
-            self._hold(state, ExperienceDataModule.fingerprint(self))
+            self._defer_state(state, ExperienceDataModule.fingerprint(self))
             return
         self.check_state(state)
-        for load, statistics in self._statistics(state):
+        for load, statistics in self._statistics_loaders(state):
             copy.deepcopy(load)(statistics)  # a copy raises errors before anything changes
         if evaluates:
             self._clock = FrameClock(self.total_frames, self.state_frames(state))
         else:
-            own = state_of_rank(state["ranks"], self._rank, self.world_size)
-            values = self._run.read_state(own)
-            self._load_parts(own)
-            self._run.apply_state(values)
-            self._loaded(own)
+            rank_state = state_of_rank(state["ranks"], self._rank, self.world_size)
+            run_state = self._run_state.read_state(rank_state)
+            self._load_parts(rank_state)
+            self._run_state.apply_state(run_state)
+            self._post_load(rank_state)
         self._environments.restore_clipping(state.get("specs", {}), evaluates=evaluates)
         self.load_statistics(state)
 
     def load_statistics(self, state: dict[str, Any]) -> None:
         """Restore only the normalisation statistics of observations and rewards."""
-        for load, statistics in self._statistics(state):
+        for load, statistics in self._statistics_loaders(state):
             load(statistics)
 
     def load_normalization(self, statistics: Mapping[str, Any], *, trial: bool = False) -> None:
@@ -354,7 +354,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         _ = self.specs  # builds the normaliser
         (copy.deepcopy(self._normalization) if trial else self._normalization).load_normalization(statistics)
 
-    def _statistics(self, state: dict[str, Any]) -> list[tuple[Callable[[Any], Any], Any]]:
+    def _statistics_loaders(self, state: dict[str, Any]) -> list[tuple[Callable[[Any], Any], Any]]:
         """Return (load function, state) of each normaliser, the same on all ranks."""
         return [(self._normalization.load_statistics, state["normalization"])]
 
@@ -390,10 +390,10 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         """Return the states of buffer and source."""
         return {}
 
-    def _load_parts(self, own: dict[str, Any]) -> None:
+    def _load_parts(self, rank_state: dict[str, Any]) -> None:
         """Restore the states of buffer and source; a failed load changes nothing in its part."""
 
-    def _loaded(self, own: dict[str, Any]) -> None:
+    def _post_load(self, rank_state: dict[str, Any]) -> None:
         """Update dependent attributes after a rank's state was loaded."""
         if not self.reset_at_each_batch:  # the environments are reset, so their unfinished episodes are lost
             self._episodes.forget_unfinished()
@@ -408,7 +408,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         options = {"num_envs": self.envs_per_worker, "frames_per_batch": self.frames_per_batch}
         return {**options, "seed": self._spawn_seed("collector"), "reset_at_each_batch": self.reset_at_each_batch}
 
-    def _users_collector_options(self) -> dict[str, Any]:
+    def _user_collector_options(self) -> dict[str, Any]:
         """Return the arguments for the user's collector, if there is one."""
         options = {"env": self.env, **self._collector_options()}
         return collector_options(self.make_collector, self.world_size, **options) if self.make_collector else {}
@@ -421,35 +421,35 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         """Return the collection policy, wrapped if the buffer needs it."""
         return policy
 
-    def _open(self, policy: Any) -> None:
+    def _open_collector(self, policy: Any) -> None:
         """Build the collector; call this after weights are restored and on their device."""
         if self.make_collector is None:
-            self._feed.open(lambda: self._own_collector(policy))
+            self._stream.open(lambda: self._own_collector(policy))
         else:  # some TorchRL collectors reduce the threads of this process
-            self._feed.open(lambda: self._users_collector(policy), policy=policy, inside=kept_threads())
+            self._stream.open(lambda: self._build_user_collector(policy), policy=policy, context=kept_threads())
 
     def _own_collector(self, policy: Any) -> tuple[CollectorApi, Iterator[TensorDictBase]]:
-        env = self._wrap_env(self._environments.built())
+        env = self._wrap_env(self._environments.get_or_build())
         policy = self._normalizing_policy(self._wrap_policy(policy))
-        collector = CollectorApi.of(own_collector(env, policy, **self._collector_options()))
+        collector = CollectorApi.of(build_default_collector(env, policy, **self._collector_options()))
         return collector, self._rollouts(collector)
 
-    def _users_collector(self, policy: Any) -> tuple[CollectorApi, Iterator[TensorDictBase]]:
+    def _build_user_collector(self, policy: Any) -> tuple[CollectorApi, Iterator[TensorDictBase]]:
         assert self.make_collector is not None
         policy = self._normalizing_policy(self._wrap_policy(policy))
-        collector = CollectorApi.of(call_with_policy(self.make_collector, policy, **self._users_collector_options()))
-        self._environments.follow_collector(collector)
+        collector = CollectorApi.of(call_with_policy(self.make_collector, policy, **self._user_collector_options()))
+        self._environments.adopt_clipping(collector)
         self._clock.check_end(self.trainer, collector.total_frames)
         if self.trainer is not None and (view := view_of_collector(collector)) is not None:
             self._environments.check_evaluation(view)
-        return collector, first_checked(self._rollouts(collector), self._environments.specs)
+        return collector, check_first_rollout(self._rollouts(collector), self._environments.specs)
 
     def _normalizing_policy(self, policy: Any) -> Any:
         """Wrap the policy so that it accepts raw observations and runs under the training step's autocast."""
         _ = self.specs  # builds the normaliser
-        return self._normalization.policy(self._as_learned(policy))
+        return self._normalization.policy(self._with_training_autocast(policy))
 
-    def _as_learned(self, module: Any) -> Any:
+    def _with_training_autocast(self, module: Any) -> Any:
         """Return a policy or critic under the autocast of the training step."""
         return with_autocast(module, learning_dtype(self.trainer))
 
@@ -459,15 +459,15 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
 
     def _collect(self, policy: Any) -> TensorDictBase | None:
         """Return the next rollout ``[N, T]``; None when the collector has ended."""
-        if self._feed.collector is None:
-            self._open(policy)
-        with self._feed.giving_up():
+        if self._stream.collector is None:
+            self._open_collector(policy)
+        with self._stream.interruptible():
             rollout = self._next_rollout()
-        return None if rollout is None else self._feed.numbered(rollout)
+        return None if rollout is None else self._stream.with_env_ids(rollout)
 
     def _next_rollout(self) -> TensorDictBase | None:
         """Return the next rollout as the open collector delivers it; None when it has ended."""
-        rollout = self._feed.next()
+        rollout = self._stream.next()
         if rollout is None:
             logger.warning("the collector ended after %d frames; training stops.", self.frames)
             self._stop()
@@ -499,7 +499,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         record_video(self.eval_env, self._normalizing_policy(policy), path, seed=self._spawn_seed("film"), **options)
 
     def _evaluation(self) -> Iterator[TensorDictBase]:
-        yield self.evaluate(self._module().policy)
+        yield self.evaluate(self._learner_api().policy)
 
     def __str__(self) -> str:
         # Lightning's version iterates the loaders, which would step the environments.

@@ -22,13 +22,13 @@ from torchrl_lightning._core.settings import Count, Positive, Switch, computed, 
 from torchrl_lightning._core.state import Attribute, Child, bounded_integer, mapping
 from torchrl_lightning._core.torchrl_compat import new_tensordict
 from torchrl_lightning._core.validators import integer, optional
-from torchrl_lightning.datamodules._run.episode_statistics import ends_of
+from torchrl_lightning.datamodules._run.buffer_factories import ReplayBufferFactory
+from torchrl_lightning.datamodules._run.episode_statistics import read_episode_data
 from torchrl_lightning.datamodules._run.loaders import Batches, batches_served, end_restarted_epoch, reopen_epoch
 from torchrl_lightning.datamodules._run.step_writer import Steps
 from torchrl_lightning.datamodules._run.trainer_checks import check_batches
 from torchrl_lightning.datamodules._run.trainer_hooks import FitHooks
 from torchrl_lightning.datamodules.base import ExperienceDataModule
-from torchrl_lightning.datamodules.replay import ReplayBufferFactory
 from torchrl_lightning.dynamics import DynamicsTargets, HoldoutSplit
 from torchrl_lightning.dynamics.scaler import check_finite
 from torchrl_lightning.environments import spawn_seed
@@ -116,7 +116,7 @@ class DynamicsDataModule(ExperienceDataModule):
         "split": Child(at="split"),
         "fits": Attribute(bounded_integer()),
         "epochs_of_fit": Attribute(bounded_integer()),
-        "pass_of": Attribute(optional(bounded_integer()), "_pass_of"),
+        "pass_of": Attribute(optional(bounded_integer()), "_epoch_of_pass"),
         "order_seed": Attribute(bounded_integer(), "_order_seed"),
     }
 
@@ -137,7 +137,7 @@ class DynamicsDataModule(ExperienceDataModule):
         self.fits = 0
         self.epochs_of_fit = 0
         self._order_seed = 0
-        self._pass_of: int | None = None  # the Lightning epoch of the current pass
+        self._epoch_of_pass: int | None = None  # the Lightning epoch of the current pass
         self._resumed = False  # whether a checkpoint was restored and no loader was requested since
         # Data of the current fit, empty until read. One tensor has all columns: separate ones take 50 % longer to read.
         self._training = torch.zeros(0, 0)
@@ -145,7 +145,7 @@ class DynamicsDataModule(ExperienceDataModule):
         self._bootstrap = torch.zeros(0, 0, dtype=torch.int32)  # rows of the training part, [M, N]
         self._hooks = FitHooks(self)
 
-    # ------------------------------------------------------------------ what the LightningModule reads
+    # ------------------------------------------------------------------ read by the LightningModule
 
     @cached_property
     def targets(self) -> DynamicsTargets:
@@ -175,17 +175,16 @@ class DynamicsDataModule(ExperienceDataModule):
         """Build environment and buffer, once, and prepare the trainer for epochs of different lengths."""
         if stage == "fit" and self.world_size > 1:
             raise ValueError(
-                f"DynamicsDataModule fits one model to one buffer, but the trainer has {self.world_size} ranks; "
-                "take devices=1."
+                f"devices of the trainer must be 1 for a DynamicsDataModule, got {self.world_size}. Set devices=1."
             )
         trainer: Any = self.trainer
         if stage == "fit" and trainer is not None and trainer.reload_dataloaders_every_n_epochs > 1:
             raise ValueError(
                 "reload_dataloaders_every_n_epochs must be 0 or 1 for a DynamicsDataModule, got "
-                f"{trainer.reload_dataloaders_every_n_epochs}: the rows of a fit change with each epoch. Leave it out."
+                f"{trainer.reload_dataloaders_every_n_epochs}, because batches change with each epoch. Leave it out."
             )
         super().setup(stage)
-        self._pass_of = None if stage == "fit" else self._pass_of
+        self._epoch_of_pass = None if stage == "fit" else self._epoch_of_pass
         if stage == "fit" and trainer is not None:
             trainer.reload_dataloaders_every_n_epochs = 1
             trainer.num_sanity_val_steps = 0
@@ -202,22 +201,21 @@ class DynamicsDataModule(ExperienceDataModule):
 
     def _check_first_fit(self, buffer: Any) -> None:
         """Validate the numbers of rows and batches of the first fit; raise ValueError if one is too small."""
-        first = self.warmup_frames if self.total_frames < 0 else min(self.warmup_frames, self.total_frames)
-        frames = max(1, -(-first // self.frames_per_batch)) * self.frames_per_batch
+        warmup = self.warmup_frames if self.total_frames < 0 else min(self.warmup_frames, self.total_frames)
+        frames = max(1, -(-warmup // self.frames_per_batch)) * self.frames_per_batch
         steps = min(frames, int(buffer.storage.max_size)) // self.num_envs
         rows = steps * self.num_envs
         training = self._new_split().count_training(self.num_envs, steps)
         if training < self.batch_size:
             raise ValueError(
-                f"batch_size={self.batch_size} needs as many rows in the training part, but {training} of "
-                f"{rows} stored ones will be in it when the first fit begins. Raise "
-                f"warmup_frames={self.warmup_frames}, lower validation_fraction={self.validation_fraction}, or take "
-                "smaller batches."
+                f"batch_size={self.batch_size} must be at most the number of training rows, but the training part will "
+                f"have {training} of {rows} stored rows when the first fit begins. Lower batch_size or "
+                f"validation_fraction={self.validation_fraction}, or raise warmup_frames={self.warmup_frames}."
             )
         if training == rows:
             raise ValueError(
                 f"validation_fraction={self.validation_fraction} and max_validation={self.max_validation} leave none "
-                f"of {rows} rows for validation when the first fit begins. Raise them, or warmup_frames="
+                f"of {rows} rows for validation when the first fit begins. Raise one of them, or warmup_frames="
                 f"{self.warmup_frames}."
             )
         if self.trainer is not None:
@@ -239,16 +237,16 @@ class DynamicsDataModule(ExperienceDataModule):
         trainer: Any = self.trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING and not trainer.fit_loop.done:
             reopen_epoch(trainer)
-            is_due = self._due.reopen(trainer)  # nothing is collected before a due evaluation
-            goes_on = self._goes_on(trainer) or is_due
-            if not goes_on and self._is_spent():
+            is_due = self._due_evaluation.reopen(trainer)  # nothing is collected before a due evaluation
+            continues = self._continues_pass(trainer) or is_due
+            if not continues and self._is_finished():
                 return super().train_dataloader()  # logs the reason and ends the run
             if self.fits and not len(self._training):
-                self._read()
-            if not goes_on:
-                self._next_pass(self._module())
+                self._load_rows()
+            if not continues:
+                self._begin_pass(self._learner_api())
                 end_restarted_epoch(trainer, self.batches_per_epoch)
-            self._pass_of = trainer.current_epoch
+            self._epoch_of_pass = trainer.current_epoch
         return Batches(self.batches_per_epoch, self._epoch)
 
     def val_dataloader(self) -> Batches:
@@ -256,7 +254,7 @@ class DynamicsDataModule(ExperienceDataModule):
         trainer: Any = self.trainer
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return self.test_dataloader()
-        return Batches(max(1, -(-len(self._validation) // self.batch_size)), self._held_out)
+        return Batches(max(1, -(-len(self._validation) // self.batch_size)), self._validation_batches)
 
     def test_dataloader(self) -> Batches:
         """Return a loader with one batch of finished evaluation episodes, played in separate environments."""
@@ -264,31 +262,31 @@ class DynamicsDataModule(ExperienceDataModule):
 
     # ------------------------------------------------------------------ fits and passes
 
-    def _goes_on(self, trainer: Trainer) -> bool:
+    def _continues_pass(self, trainer: Trainer) -> bool:
         """Return whether the current epoch continues a pass from a checkpoint."""
         resumed, self._resumed = self._resumed, False
-        if self._pass_of == trainer.current_epoch:
+        if self._epoch_of_pass == trainer.current_epoch:
             return True
         # If max_steps ended the run, Lightning counts the epoch as done and continues after its last batch.
         return resumed and trainer.fit_loop.restarting and batches_served(self.trainer) > 0
 
     def _rollouts(self, collector: CollectorApi) -> Iterator[TensorDictBase]:
         if collector.flags_beginnings:
-            self._feed.trust_rows(self.buffer)
+            self._stream.skip_successor_checks(self.buffer)
         return super()._rollouts(collector)
 
-    def _next_pass(self, learner: LearnerApi) -> None:
+    def _begin_pass(self, learner: LearnerApi) -> None:
         """Continue the fit with another pass, or collect frames and begin a new fit."""
         self._metrics = {}
         if self._fit_is_over():
-            began = time.perf_counter()
+            start = time.perf_counter()
             if not self._collect_frames(learner.policy):
                 return
             collected = time.perf_counter()
             self.split.extend(self.buffer.writer)
-            self._read(fit=True)
+            self._load_rows(fit=True)
             self._metrics = {
-                "time/collect": collected - began,
+                "time/collect": collected - start,
                 "time/prepare": time.perf_counter() - collected,
                 **self._episodes.summary(),
             }
@@ -302,52 +300,52 @@ class DynamicsDataModule(ExperienceDataModule):
     def _fit_is_over(self) -> bool:
         """Return whether the last fit has ended, or no fit has begun yet."""
         is_new = not self.fits or self.epochs_of_fit >= self.max_epochs_per_fit
-        return is_new or self._module().fit_is_over
+        return is_new or self._learner_api().fit_is_over
 
-    def _is_spent(self) -> bool:
+    def _is_finished(self) -> bool:
         """Return whether all frames are collected and the last fit has ended."""
-        return super()._is_spent() and self._fit_is_over() and not self._is_within_pass()
+        return super()._is_finished() and self._fit_is_over() and not self._is_within_pass()
 
     def _is_within_pass(self) -> bool:
         """Return whether the current epoch's pass has batches left."""
         trainer: Any = self.trainer
-        is_open = trainer is not None and self._pass_of == trainer.current_epoch
+        is_open = trainer is not None and self._epoch_of_pass == trainer.current_epoch
         return is_open and 0 < batches_served(trainer) < self._epoch_length()
 
     def _collect_frames(self, policy: Any) -> bool:
         """Collect the frames for the next fit; return False if the collector has ended."""
         buffer = self.buffer
-        due = self.warmup_frames + self.fits * self.frames_per_fit
-        due = due if self.total_frames < 0 else min(due, self.total_frames)
+        target_frames = self.warmup_frames + self.fits * self.frames_per_fit
+        target_frames = target_frames if self.total_frames < 0 else min(target_frames, self.total_frames)
         while True:
             interrupts.between_steps = True
             rollout = self._collect(policy)
             if rollout is None:
                 return False
             ids = ring_ids(rollout, self.num_envs)
-            ends = ends_of(rollout)
+            ends = read_episode_data(rollout)
             self._clock.add(rollout.numel(), self.world_size, ends["replayed"])
-            self._feed.accept()
-            if self._feed.trajectories is not None:  # a user's collector
-                steps = Steps(rollout, self.num_envs, [*REPEATED], self._feed.trajectories)
-                steps.store_in_parts(buffer, False, self._feed, self._episodes)
+            self._stream.accept()
+            if self._stream.trajectories is not None:  # a user's collector
+                steps = Steps(rollout, self.num_envs, [*REPEATED], self._stream.trajectories)
+                steps.store_in_parts(buffer, False, self._stream, self._episodes)
                 if self.reset_at_each_batch:
                     self._episodes.forget_unfinished()
             else:
                 self._episodes.add(**ends, env_ids=ids, cut=self.reset_at_each_batch)
                 buffer.extend(rollout.exclude(*REPEATED), env_ids=ids)
-            if self.frames + self._clock.count >= due:
+            if self.frames + self._clock.replayed >= target_frames:
                 return True
 
-    def _read(self, *, fit: bool = False) -> None:
+    def _load_rows(self, *, fit: bool = False) -> None:
         """Read the standardised rows of both parts; for a new fit, first fit the scalers to the training part."""
         buffer, targets = self.buffer, self.targets
         cells = buffer.writer.rings.filled_cells()
         training, validation = self.split.parts(cells[targets.usable(buffer.storage.get(cells))])
         if len(training) < self.batch_size:
             raise ValueError(
-                f"batch_size={self.batch_size} needs as many rows in the training part, but {len(training)} of "
-                f"{len(cells)} stored ones are in it; raise warmup_frames, or take smaller batches."
+                f"batch_size={self.batch_size} must be at most the number of training rows, but the training part has "
+                f"{len(training)} of {len(cells)} stored rows. Lower batch_size, or raise warmup_frames."
             )
         rows = buffer.storage.get(training)
         if fit:
@@ -370,26 +368,26 @@ class DynamicsDataModule(ExperienceDataModule):
         return {**widths, "terminated": 1} if targets.has_terminated else widths
 
     def _epoch(self) -> Iterator[TensorDictBase]:
-        self._feed.restore_rng()
+        self._stream.restore_rng()
         count, size, columns = len(self._training), self.batch_size, self._training
         # The seed depends on the numbers of fit and epoch only, so that a resumed run has the same order.
         seed = spawn_seed(self._order_seed, "order", self.fits, self.epochs_of_fit)
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
-        drawn = torch.stack([member.index_select(0, order) for member in self._bootstrap]).to(columns.device)
+        bootstrap = torch.stack([member.index_select(0, order) for member in self._bootstrap]).to(columns.device)
         names, widths = list(self._widths), list(self._widths.values())
         begin = batches_served(self.trainer) * size
         while begin < count:
-            number, length = max(1, min(ROWS_AT_ONCE // (size * len(drawn)), (count - begin) // size)), size
+            number, length = max(1, min(ROWS_AT_ONCE // (size * len(bootstrap)), (count - begin) // size)), size
             if begin + size > count:
                 length = count - begin
             end = begin + number * length
-            rows = drawn[:, begin:end].reshape(-1, number, length).transpose(0, 1)
-            read = columns.index_select(0, rows.reshape(-1)).view(*rows.shape, columns.shape[1])
-            for batch in zip(*(part.unbind() for part in read.split(widths, -1)), strict=True):
+            rows = bootstrap[:, begin:end].reshape(-1, number, length).transpose(0, 1)
+            block = columns.index_select(0, rows.reshape(-1)).view(*rows.shape, columns.shape[1])
+            for batch in zip(*(part.unbind() for part in block.split(widths, -1)), strict=True):
                 yield new_tensordict(dict(zip(names, batch, strict=True)), rows.shape[1:])
             begin = end
 
-    def _held_out(self) -> Iterator[TensorDictBase]:
+    def _validation_batches(self) -> Iterator[TensorDictBase]:
         for batch in self._validation.split(self.batch_size):
             parts = batch.split(list(self._widths.values()), -1)
             yield new_tensordict(dict(zip(self._widths, parts, strict=True)), batch.shape[:1])
@@ -416,17 +414,17 @@ class DynamicsDataModule(ExperienceDataModule):
             "max_validation": self.split.max_validation,
         }
 
-    def _statistics(self, state: dict[str, Any]) -> list[tuple[Callable[[Any], Any], Any]]:
-        return [*super()._statistics(state), (self.targets.load_state_dict, state["ranks"][0]["targets"])]
+    def _statistics_loaders(self, state: dict[str, Any]) -> list[tuple[Callable[[Any], Any], Any]]:
+        return [*super()._statistics_loaders(state), (self.targets.load_state_dict, state["ranks"][0]["targets"])]
 
     def _parts_state(self) -> dict[str, Any]:
         buffer = {} if self.buffer is None else {"buffer": self.buffer.state_dict()}
         return {**buffer, "targets": dict(self.targets.state_dict())}
 
-    def _load_parts(self, own: dict[str, Any]) -> None:
-        self.buffer.load_state_dict(own["buffer"])
+    def _load_parts(self, rank_state: dict[str, Any]) -> None:
+        self.buffer.load_state_dict(rank_state["buffer"])
 
-    def _loaded(self, own: dict[str, Any]) -> None:
-        super()._loaded(own)
+    def _post_load(self, rank_state: dict[str, Any]) -> None:
+        super()._post_load(rank_state)
         self._resumed = True
         self._training, self._validation = torch.zeros(0, 0), torch.zeros(0, 0)

@@ -18,18 +18,18 @@ def build_learner(module: Any, data: Any) -> None:
         module.configure_model()
 
 
-def acting(trainer: Any, owner: str) -> LearnerApi:
-    """Return the abilities of a trainer's module; raise RuntimeError without a module, TypeError without a policy."""
+def get_learner(trainer: Any, owner: str) -> LearnerApi:
+    """Return the API of a trainer's module; raise RuntimeError without a module, TypeError without a policy."""
     module = trainer.lightning_module if trainer is not None else None
     if module is None:
         raise RuntimeError(
-            f"{owner} acts with the policy of the LightningModule that is being fitted; "
-            "iterate its loaders through Trainer.fit or Trainer.validate."
+            f"{owner} needs the LightningModule of a trainer, because its policy acts. Iterate the loaders by "
+            "Trainer.fit or Trainer.validate."
         )
     learner = LearnerApi.of(module)
     if learner.policy is None:
         raise TypeError(
-            f"{type(module).__name__} has no attribute `policy`. Give it the TensorDict module that writes the "
-            "action, e.g. in configure_model: self.policy = build_actor(self.trainer.datamodule.specs)."
+            f"{type(module).__name__} must have an attribute `policy`, the TensorDict module that writes the action. "
+            "Set it, e.g. in configure_model: self.policy = build_actor(self.trainer.datamodule.specs)."
         )
     return learner

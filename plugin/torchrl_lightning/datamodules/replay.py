@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
@@ -24,21 +24,16 @@ from torchrl_lightning._core.state import Attribute, bounded_integer
 from torchrl_lightning._core.tree import nested_keys
 from torchrl_lightning._core.update_batches import UpdateBatches
 from torchrl_lightning._core.validators import exact_ratio, integer, non_negative, optional, positive
+from torchrl_lightning.datamodules._run.batch_state import plain_batch, read_batch
+from torchrl_lightning.datamodules._run.buffer_factories import ReplayBufferFactory
 from torchrl_lightning.datamodules._run.discounts import check_discount, discount_of
 from torchrl_lightning.datamodules._run.environments import is_ready
-from torchrl_lightning.datamodules._run.sequence_checks import check_windows, serves_as_drawn
+from torchrl_lightning.datamodules._run.sequence_checks import check_windows, passes_batches_unchanged
 from torchrl_lightning.datamodules._run.snapshots import BufferSnapshots, check_folder
-from torchrl_lightning.datamodules._run.step_writer import (
-    SharedMemorySteps,
-    Steps,
-    check_resets,
-    plain_batch,
-    read_batch,
-    steps_in,
-)
+from torchrl_lightning.datamodules._run.step_writer import SharedMemorySteps, Steps, check_resets, split_at_resets
 from torchrl_lightning.datamodules._run.trainer_hooks import ReplayHooks
 from torchrl_lightning.datamodules._run.write_back import check_collected_keys, check_later_keys, check_stored_keys
-from torchrl_lightning.datamodules.sources.dataset import BufferedDataset, DatasetMix, refuse_collection
+from torchrl_lightning.datamodules.sources.dataset import BufferedDataset, DatasetMix, check_no_collection
 from torchrl_lightning.datamodules.sources.protocol import (
     BatchSource,
     buffers_of,
@@ -55,13 +50,6 @@ from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.replay.builders import check_lengths, excluded_keys
 
 logger = logging.getLogger(__name__)
-
-
-class ReplayBufferFactory(Protocol):
-    """A factory of replay buffers; LightningCLI reads the runtime arguments from its signature."""
-
-    def __call__(self, *, num_envs: int) -> ExperienceBuffer:
-        """Build the buffer."""
 
 
 class ReplayDataModule(UpdatesDataModule):
@@ -127,15 +115,15 @@ class ReplayDataModule(UpdatesDataModule):
     frames_per_batch: Annotated[int, optional(integer)] = setting(default=None)
     num_envs: Count = 1
 
-    stream_kind, buffer_class, leaves_resets_out = "replay", ExperienceBuffer, True
+    stream_kind, buffer_class, drops_reset_rows = "replay", ExperienceBuffer, True
     HOOKS = ReplayHooks
     NOT_IN_FILES = (*UpdatesDataModule.NOT_IN_FILES, "dataset", "buffer_dir")
     suggested_model = "model=dqn (DQNModule)"
     RUN_STATE = {
         **UpdatesDataModule.RUN_STATE,
-        "updates": Attribute(bounded_integer(), "_learned"),
-        "refilled": Attribute(bounded_integer(), "_refilled"),
-        "batch": Attribute(read_batch, "_pending", plain_batch),
+        "updates": Attribute(bounded_integer(), "_finished_updates"),
+        "refilled": Attribute(bounded_integer(), "_refill_frames"),
+        "batch": Attribute(read_batch, "_unfinished_batch", plain_batch),
     }
 
     def __post_init__(self) -> None:
@@ -150,7 +138,7 @@ class ReplayDataModule(UpdatesDataModule):
         if collects:
             positive(self.frames_per_update, "frames_per_update")
         elif not self.frames_per_update:
-            refuse_collection(self.make_collector, self.warmup_frames, self.total_frames)
+            check_no_collection(self.make_collector, self.warmup_frames, self.total_frames)
             self.num_envs = self.num_envs if is_ready(self.env) else 1  # one ring holds an episode of any length
         self.frames_per_batch = self.envs_per_worker if self.frames_per_batch is None else self.frames_per_batch
         super().__post_init__()
@@ -159,40 +147,41 @@ class ReplayDataModule(UpdatesDataModule):
         self._clock.announce_warmup(self.warmup_frames)
         self.updates = 0
         """Number of drawn batches."""
-        self._refilled = 0  # frames that are collected again because a checkpoint had no buffer
+        self._refill_frames = 0  # frames that are collected again because a checkpoint had no buffer
         self._dataset: BufferedDataset | None = None  # until the buffer is filled
         self._source: Any = None  # a BatchSource after setup
-        self._rows: Any = None  # the source, if it stores the rows itself
-        self._kept_rows: Any = None  # the target of writes: the buffer, or a source that stores the rows
-        self._writes = True  # False if the collector's processes write the rollouts
+        self._row_store: Any = None  # the source, if it stores the rows itself
+        self._write_target: Any = None  # the target of writes: the buffer, or a source that stores the rows
+        self._stores_rollouts = True  # False if the collector's processes write the rollouts
         self._prepare: Callable[[Any], None] | None = None  # the source's method that runs before each batch
-        self._lent: SharedMemorySteps | None = None  # the last written steps
-        self._lends_rows = False  # whether the collector delivers its steps in the layout of the rings
+        self._shared_steps: SharedMemorySteps | None = None  # the last written steps
+        self._shares_memory = False  # whether the collector delivers its steps in the layout of the rings
         self._is_drawn = False  # whether a drawn batch has not reached the learner yet
-        self._served: TensorDictBase | None = None  # the batch of the current update
-        self._resumed: TensorDictBase | None = None  # the first batch of a resumed run
-        self._rewritten: Callable[[Any], Sequence[NestedKey]] = no_keys  # returns the keys that the learner rewrites
-        self._gamma, self._ranks = 0.99, 1
+        self._current_batch: TensorDictBase | None = None  # the batch of the current update
+        self._resumed_batch: TensorDictBase | None = None  # the first batch of a resumed run
+        self._rewritten_keys: Callable[[Any], Sequence[NestedKey]] = no_keys  # the method of the learner
+        self._gamma, self._num_ranks = 0.99, 1
         self._seconds: dict[str, float] = {}  # of this epoch
         self._snapshot: dict[str, Any] | None = None  # the last written state; None after any change
 
     @property
-    def _learned(self) -> int:
+    def _finished_updates(self) -> int:
         """Number of finished updates; a resumed run repeats an update that was not finished."""
-        return self.updates - (self._served is not None)
+        return self.updates - (self._current_batch is not None)
 
-    @_learned.setter
-    def _learned(self, updates: int) -> None:
+    @_finished_updates.setter
+    def _finished_updates(self, updates: int) -> None:
         self.updates = updates
 
     @property
-    def _pending(self) -> TensorDictBase | None:
+    def _unfinished_batch(self) -> TensorDictBase | None:
         """The batch of an unfinished update; None if checkpoints do not store the buffer."""
-        return None if self._kept == "none" else self._resumed if self._served is None else self._served
+        batch = self._resumed_batch if self._current_batch is None else self._current_batch
+        return None if self._buffer_mode == "none" else batch
 
-    @_pending.setter
-    def _pending(self, batch: TensorDictBase | None) -> None:
-        self._resumed = batch
+    @_unfinished_batch.setter
+    def _unfinished_batch(self, batch: TensorDictBase | None) -> None:
+        self._resumed_batch = batch
 
     @property
     def updates_of_epoch(self) -> int:
@@ -210,22 +199,22 @@ class ReplayDataModule(UpdatesDataModule):
 
     def metrics(self) -> dict[str, float]:
         """Add the number of updates and, as ``replay/size``, the number of stored steps."""
-        own = {} if self.buffer is None else {"replay/size": float(len(self.buffer))}
-        own = own if self._rows is None else self._rows.metrics()
-        return {**super().metrics(), "updates": float(self.updates), **own}
+        sizes = {} if self.buffer is None else {"replay/size": float(len(self.buffer))}
+        sizes = sizes if self._row_store is None else self._row_store.metrics()
+        return {**super().metrics(), "updates": float(self.updates), **sizes}
 
     def _build_parts(self) -> None:
         super()._build_parts()
         self.buffer = buffer = self._get_or_build_buffer(trial=False)
-        self._source = self._source_over(buffer, self._learner)
+        self._source = self._get_or_build_source(buffer, self._learner)
         data = buffer if self.dataset_share is None else self._source.buffers[1]
         set_goals(buffers_of(self._source, buffer), self._environments.goals)
-        abilities = SourceApi.of(self._source)
-        self._rows = self._source if abilities.keeps_rows else None
-        self._kept_rows = buffer if self._rows is None else self._rows
-        self._prepare = abilities.prepare
-        self._rewritten = LearnerApi.of(self._learner).rewritten_keys
-        self._gamma, self._ranks = discount_of(self._learner, buffer), self.world_size
+        api = SourceApi.of(self._source)
+        self._row_store = self._source if api.keeps_rows else None
+        self._write_target = buffer if self._row_store is None else self._row_store
+        self._prepare = api.prepare
+        self._rewritten_keys = LearnerApi.of(self._learner).rewritten_keys
+        self._gamma, self._num_ranks = discount_of(self._learner, buffer), self.world_size
         if not len(buffer) and not self.updates:
             data.generator.manual_seed(self._spawn_seed("dataset"))
             buffer.generator.manual_seed(self._spawn_seed("buffer"))
@@ -246,26 +235,26 @@ class ReplayDataModule(UpdatesDataModule):
         yield "buffer.transform"
         check_transforms([buffer], self._environments.goals, self.specs, learner)
         yield "source"
-        source = self._source_over(buffer, learner)
+        source = self._get_or_build_source(buffer, learner)
         check_compatible(source, self.specs, learner)
-        check_first_fit(source, None if self.updates else self._warm_steps, self.seed, self._spawn_seed)
+        check_first_fit(source, None if self.updates else self._warmup_steps, self.seed, self._spawn_seed)
         check_transforms(buffers_of(source, buffer)[1:], self._environments.goals, self.specs, learner)
-        check_rows(source, self._normalization.is_on and self._writes_there(source))
+        check_rows(source, self._normalization.is_on and self._collector_writes_to(source))
         yield "buffer.sampler"
-        recurrent = LearnerApi.of(learner).has_memory and serves_as_drawn(self, learner)
-        for number, each in enumerate(buffers_of(source, buffer)):
-            check_windows(each, None if number else self._warm_steps, recurrent)
+        recurrent = LearnerApi.of(learner).has_memory and passes_batches_unchanged(self, learner)
+        for number, source_buffer in enumerate(buffers_of(source, buffer)):
+            check_windows(source_buffer, None if number else self._warmup_steps, recurrent)
         yield "write_back"
         check_later_keys(self.write_back, buffer.n_steps)
         yield "buffer_dir"
         if self.buffer_dir is not None:
-            check_folder(Path(self.buffer_dir), self._kept, self.checkpoint_buffer)
+            check_folder(Path(self.buffer_dir), self._buffer_mode, self.checkpoint_buffer)
         yield "dataset"
         if self.dataset is not None:
             dataset_path(self.dataset)  # raises an error if the data set does not exist
 
     @property
-    def _warm_steps(self) -> int | None:
+    def _warmup_steps(self) -> int | None:
         """Steps of each environment before the first update; None if the collector or the data set them."""
         if self.make_collector is not None or self.dataset is not None:
             return None
@@ -275,21 +264,22 @@ class ReplayDataModule(UpdatesDataModule):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Keep the batch that the module learns from: its loss writes the new priorities into it."""
         if self._is_drawn:
-            self._is_drawn, self._served = False, batch
+            self._is_drawn, self._current_batch = False, batch
         return batch
 
     def _epoch(self) -> Iterator[TensorDictBase | UpdateBatches]:
-        learner = self._module()
-        self._feed.restore_rng()
+        learner = self._learner_api()
+        self._stream.restore_rng()
         dataset, self._dataset = self._dataset, None
         if dataset is not None:
-            dataset.write(learner.policy, self._note if self._normalization.is_on and not self.updates else None)
+            is_first = self._normalization.is_on and not self.updates
+            dataset.write(learner.policy, self._update_statistics if is_first else None)
         self._seconds = {"time/collect": 0.0, "time/sample": 0.0}
-        made, end = self._begin_epoch()
-        yield from self._steps(partial(self._draw, learner, end), made, end)
+        update, end = self._begin_epoch()
+        yield from self._steps(partial(self._draw, learner, end), update, end)
 
     def _end_update(self) -> bool:
-        if self._is_spent():
+        if self._is_finished():
             return False
         self.apply_feedback()
         return True
@@ -301,14 +291,14 @@ class ReplayDataModule(UpdatesDataModule):
 
     def _draw(self, learner: LearnerApi, end: int, update: int) -> TensorDictBase | None:
         """Collect the frames for an update of an epoch of ``end`` and return its batch; None if the collector ended."""
-        began = time.perf_counter()
-        while self._waits_for_frames() or not len(self._kept_rows):
+        start = time.perf_counter()
+        while self._waits_for_frames() or not len(self._write_target):
             if not self._collect_frames(learner):
                 return None
             if interrupts.pending and interrupts.between_steps:
                 interrupts.check()
-        drawing = time.perf_counter()
-        batch, self._resumed = self._resumed, None
+        collected = time.perf_counter()
+        batch, self._resumed_batch = self._resumed_batch, None
         if batch is None:
             if self._prepare is not None:
                 self._prepare(learner.part)
@@ -321,83 +311,85 @@ class ReplayDataModule(UpdatesDataModule):
         self._snapshot = None
         self.updates += 1
         self._is_drawn = True
-        self._seconds["time/collect"] += drawing - began
-        self._seconds["time/sample"] += time.perf_counter() - drawing
-        if (is_exhausted := self._is_spent()) or update + 1 == end:
+        self._seconds["time/collect"] += collected - start
+        self._seconds["time/sample"] += time.perf_counter() - collected
+        if (is_finished := self._is_finished()) or update + 1 == end:
             self._metrics = {**self._seconds, **self._episodes.summary()}
             self.publish_metrics()
-        if is_exhausted:
+        if is_finished:
             self._stop()
         return batch
 
     def _waits_for_frames(self) -> bool:
         """Return whether the next update needs more frames than the run has collected."""
-        frames = (self._clock.frames + self._clock.count) // self._ranks - self.warmup_frames - self._refilled
+        collected = (self._clock.frames + self._clock.replayed) // self._num_ranks
+        frames = collected - self.warmup_frames - self._refill_frames
         return self.updates * self._ratio.numerator > frames * self._ratio.denominator
 
-    def _is_spent(self) -> bool:
+    def _is_finished(self) -> bool:
         """Return whether all frames are collected and all their updates are made."""
         return self._clock.is_exhausted and self._waits_for_frames()
 
     def _collect_frames(self, learner: LearnerApi) -> bool:
         """Collect and store one rollout; return False when the collector has ended."""
-        if self._feed.collector is None:
-            check_collected_keys(self.write_back, self, self._environments.built(), learner.policy)
-            self._open(learner.policy)
+        if self._stream.collector is None:
+            check_collected_keys(self.write_back, self, self._environments.get_or_build(), learner.policy)
+            self._open_collector(learner.policy)
         if (rollout := self._next_rollout()) is None:
             return False
-        if not self._lends_rows:
-            for part in (parts := steps_in(self._feed.numbered(rollout))):
-                steps = Steps(part, self.envs_of_rank, excluded_keys(self.buffer), self._feed.trajectories)
-                self._take(steps, part is parts[-1])
-            return True
-        if self._lent is None or self._lent.rows is not rollout:
-            self._lent = SharedMemorySteps(rollout)
-        self._take(self._lent)
+        if self._shares_memory:
+            if self._shared_steps is None or self._shared_steps.rows is not rollout:
+                self._shared_steps = SharedMemorySteps(rollout)
+            self._store(self._shared_steps)
+        else:
+            for part in (parts := split_at_resets(self._stream.with_env_ids(rollout))):
+                steps = Steps(part, self.envs_of_rank, excluded_keys(self.buffer), self._stream.trajectories)
+                self._store(steps, part is parts[-1])
         return True
 
-    def _take(self, steps: Steps | SharedMemorySteps, is_last: bool = True) -> None:
+    def _store(self, steps: Steps | SharedMemorySteps, is_last: bool = True) -> None:
         """Count and store a rollout, or one part of it."""
         cut = self.reset_at_each_batch and is_last
-        self._clock.add(steps.rollout.numel(), self._ranks, steps.ends["replayed"])
+        self._clock.add(steps.rollout.numel(), self._num_ranks, steps.episode_data["replayed"])
         self._snapshot = None
+        target = self._write_target if self._stores_rollouts else None
         if steps.trajectories is not None:  # a user's collector
-            note = self._note if self._normalization.is_on else None
-            steps.store_in_parts(self._kept_rows if self._writes else None, cut, self._feed, self._episodes, note)
+            update_statistics = self._update_statistics if self._normalization.is_on else None
+            steps.store_in_parts(target, cut, self._stream, self._episodes, update_statistics)
             return
-        self._episodes.add(**steps.ends, env_ids=steps.ids, cut=cut)
+        self._episodes.add(**steps.episode_data, env_ids=steps.ids, cut=cut)
         if self._normalization.is_on:
-            self._note(steps.rollout, steps.ids, cut=cut)
-        if self._writes:
-            steps.write(self._kept_rows, cut)
+            self._update_statistics(steps.rollout, steps.ids, cut=cut)
+        if target is not None:
+            steps.write(target, cut)
 
-    def _note(self, rollout: TensorDictBase, ids: Tensor | None, *, cut: bool = False) -> None:
-        self._normalization.note(rollout, ids, cut=cut, gamma=self._gamma)
+    def _update_statistics(self, rollout: TensorDictBase, ids: Tensor | None, *, cut: bool = False) -> None:
+        self._normalization.update(rollout, ids, cut=cut, gamma=self._gamma)
 
     def _rollouts(self, collector: CollectorApi) -> Iterator[TensorDictBase]:
         """Return the stream of rollouts; if possible, in the layout of the rings and always in the same memory."""
-        self._writes = collector.service is None
+        self._stores_rollouts = collector.service is None
         if collector.flags_beginnings:
-            self._feed.trust_rows(self.buffer)
-        self._lends_rows = self._kept_rows.accepts_shared_rows and collector.yields_shared_memory
-        lent = collector.part.reused_rows(excluded_keys(self.buffer)) if self._lends_rows else None
-        return super()._rollouts(collector) if lent is None else iter(lent)
+            self._stream.skip_successor_checks(self.buffer)
+        self._shares_memory = self._write_target.accepts_shared_rows and collector.yields_shared_memory
+        shared_rows = collector.part.reused_rows(excluded_keys(self.buffer)) if self._shares_memory else None
+        return super()._rollouts(collector) if shared_rows is None else iter(shared_rows)
 
     def apply_feedback(self) -> None:
         """Write priorities and rewritten entries of the last learned batch to the buffer, if there is a batch."""
-        batch, self._served = self._served, None
+        batch, self._current_batch = self._current_batch, None
         if batch is None:
             return
         self._snapshot = None
         self._source.update_tensordict_priority(batch)
-        if keys := self._rewritten(batch) if self.write_back is None else self.write_back:
+        if keys := self._rewritten_keys(batch) if self.write_back is None else self.write_back:
             self._source.write_back(batch, keys)
 
-    def _source_over(self, buffer: ExperienceBuffer, learner: Any) -> Any:
+    def _get_or_build_source(self, buffer: ExperienceBuffer, learner: Any) -> Any:
         """Return the source; build it over a buffer if it is not built yet, and raise an error if it is invalid."""
         if self._source is not None:
             return self._source
-        folder = self._root / "service" / (f"rank_{self._rank}" if self.world_size > 1 else "")
+        folder = self._root_folder / "service" / (f"rank_{self._rank}" if self.world_size > 1 else "")
         source = buffer if self.make_source is None else build_source(self.make_source, buffer, folder)
         check_source(source, learner, normalizes=bool(self.normalize_observation), has_data=self.dataset is not None)
         return source
@@ -405,32 +397,36 @@ class ReplayDataModule(UpdatesDataModule):
     def _collector_options(self) -> dict[str, Any]:
         return {**super()._collector_options(), "init_random_frames": self.warmup_frames}
 
-    def _users_collector_options(self) -> dict[str, Any]:
+    def _user_collector_options(self) -> dict[str, Any]:
         """Add the source as ``service`` if the collector's processes write into it."""
-        options = super()._users_collector_options()
-        return {**options, "service": self._source} if self._writes_there(self._source) else options
+        options = super()._user_collector_options()
+        return {**options, "service": self._source} if self._collector_writes_to(self._source) else options
 
-    def _writes_there(self, source: Any) -> bool:
+    def _collector_writes_to(self, source: Any) -> bool:
         """Return whether the collector, and not this process, writes into a source that stores the rows."""
         make = self.make_collector
         return make is not None and SourceApi.of(source).keeps_rows and "service" in signature(make).parameters
 
     def teardown(self, stage: str) -> None:
         """Save the state of a source that stores the rows, for a checkpoint that is written after the fit."""
-        if stage == "fit" and self._rows is not None:
+        if stage == "fit" and self._row_store is not None:
             self._source.state_dict()
         super().teardown(stage)
 
     def close(self) -> None:
         """Close collector and environment, and shut down a source that stores the rows."""
         try:
-            if self._rows is not None:
-                self._rows.shutdown()
+            if self._row_store is not None:
+                self._row_store.shutdown()
         finally:
             super().close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_rewritten": no_keys, "_lent": None}  # both belong to other objects
+        return {
+            **super().__getstate__(),
+            "_rewritten_keys": no_keys,
+            "_shared_steps": None,
+        }  # both belong to other objects
 
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
         """Add class and capacity of the buffer, and the settings of the ratio of frames to updates."""
@@ -448,13 +444,13 @@ class ReplayDataModule(UpdatesDataModule):
 
     def imagines(self, learner: Any) -> bool:
         """Return whether batches contain steps that a learner's world model generates."""
-        return SourceApi.of(self._source_over(self._get_or_build_buffer(learner), learner)).prepare is not None
+        return SourceApi.of(self._get_or_build_source(self._get_or_build_buffer(learner), learner)).prepare is not None
 
     def _parts_state(self) -> dict[str, Any]:
-        if self.buffer is None or self._kept == "none":
+        if self.buffer is None or self._buffer_mode == "none":
             return {}
         state = {} if self.make_source is None else {"source": self._source.state_dict()}
-        if self._kept == "inside":
+        if self._buffer_mode == "inside":
             return {**state, "buffer": self.buffer.state_dict()}
         return state if self._snapshot is None else {**state, "snapshot": self._snapshot}
 
@@ -463,45 +459,45 @@ class ReplayDataModule(UpdatesDataModule):
 
         An unchanged buffer is not written again. The :meth:`state_dict` of the checkpoint refers to the written files.
         """
-        if self.buffer is None or self._kept != "beside":
+        if self.buffer is None or self._buffer_mode != "beside":
             return False
         if self._snapshot is None:
             self._snapshot = self._snapshots.save(self.buffer, self.updates)
         return True
 
-    def _load_parts(self, own: dict[str, Any]) -> None:
+    def _load_parts(self, rank_state: dict[str, Any]) -> None:
         buffer = self._get_or_build_buffer(trial=False)
-        if "buffer" in own:
-            buffer.load_state_dict(own["buffer"])
-        elif "snapshot" in own:
-            self._snapshots.load(buffer, own["snapshot"])
+        if "buffer" in rank_state:
+            buffer.load_state_dict(rank_state["buffer"])
+        elif "snapshot" in rank_state:
+            self._snapshots.load(buffer, rank_state["snapshot"])
         self.buffer = buffer
-        if "source" in own:
-            self._source = self._source_over(buffer, self._learner)
-            self._source.load_state_dict(own["source"])
+        if "source" in rank_state:
+            self._source = self._get_or_build_source(buffer, self._learner)
+            self._source.load_state_dict(rank_state["source"])
 
-    def _loaded(self, own: dict[str, Any]) -> None:
-        super()._loaded(own)
-        self._served = self._snapshot = None
-        if "buffer" not in own and "snapshot" not in own:
-            self._refilled += self.warmup_frames
+    def _post_load(self, rank_state: dict[str, Any]) -> None:
+        super()._post_load(rank_state)
+        self._current_batch = self._snapshot = None
+        if "buffer" not in rank_state and "snapshot" not in rank_state:
+            self._refill_frames += self.warmup_frames
             logger.warning(
-                "the checkpoint holds no replay buffer (checkpoint_buffer='none'): %s%d frames are collected anew "
-                "before the next update. Resume with checkpoint_buffer='inside' or 'beside' to keep it.",
+                "the checkpoint does not contain the replay buffer (checkpoint_buffer='none'): %s%d frames are "
+                "collected again before the next update. Set checkpoint_buffer='inside' or 'beside' to store it.",
                 "" if self.dataset is None else "the data set is read and ",
                 self.warmup_frames,
             )
 
     @property
-    def _kept(self) -> str:
+    def _buffer_mode(self) -> str:
         """Place of the buffer in checkpoints: ``inside``, ``beside`` or ``none``."""
         return "beside" if self.checkpoint_buffer == "inside" and self.world_size > 1 else self.checkpoint_buffer
 
     @property
-    def _root(self) -> Path:
+    def _root_folder(self) -> Path:
         return Path("." if self.trainer is None else self.trainer.default_root_dir)
 
     @cached_property
     def _snapshots(self) -> BufferSnapshots:
-        folder = Path(self.buffer_dir or self._root / "buffer")
+        folder = Path(self.buffer_dir or self._root_folder / "buffer")
         return BufferSnapshots(folder, self._rank, broadcast_from_rank_zero(secrets.token_hex(4)))

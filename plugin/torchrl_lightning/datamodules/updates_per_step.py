@@ -43,42 +43,41 @@ def count_or_auto(value: Any, name: str) -> int | str:
     try:
         return AUTO if isinstance(value, str) and value == AUTO else integer(value, name)
     except ValueError:
-        raise ValueError(f"{name} must be 'auto' or a positive integer, got {value!r}; leave it out.") from None
+        raise ValueError(f"{name} must be 'auto' or a positive integer, got {value!r}. Leave it out.") from None
 
 
 class StepSize:
-    """The number of updates in a step: given, or chosen before the first epoch of a fit.
+    """The number of updates in a step: the user's number, or a number that is chosen before the first epoch of a fit.
 
     Args:
-        given: The number, or ``"auto"``.
+        updates_per_step: The number, or ``"auto"``.
     """
 
-    def __init__(self, given: int | str) -> None:
-        self._given = given if isinstance(given, int) else None
+    def __init__(self, updates_per_step: int | str) -> None:
+        self._requested = updates_per_step if isinstance(updates_per_step, int) else None
         self._chosen: int | None = None
 
     @property
-    def kept(self) -> int | None:
-        """The number in checkpoints; None before it is chosen. A given number overrides a checkpoint's number."""
-        return self._chosen if self._given is None else self._given
+    def stored(self) -> int | None:
+        """The number in checkpoints; None before it is chosen. The user's number replaces a checkpoint's number."""
+        return self._chosen if self._requested is None else self._requested
 
-    @kept.setter
-    def kept(self, number: int | None) -> None:
+    @stored.setter
+    def stored(self, number: int | None) -> None:
         self._chosen = number
 
     @property
     def number(self) -> int:
         """Updates of a step."""
-        return self.kept or 1
+        return self.stored or 1
 
     def begin(self, learner: Any) -> None:
         """Begin a fit; raise a ValueError for several updates of a module that optimizes automatically."""
         self._chosen = None
         if self.number > 1 and learner.automatic_optimization:
             raise ValueError(
-                f"updates_per_step={self.number} needs a module that makes several updates in a step, "
-                f"but {type(learner).__name__} has automatic_optimization=True. Optimize manually, once for each "
-                "batch of updates_of(batch), or take updates_per_step=1."
+                f"updates_per_step must be 1 with automatic_optimization=True of {type(learner).__name__}, got "
+                f"{self.number}. Set it to 1, or optimize manually, once for each batch of updates_of(batch)."
             )
 
     def choose(self, trainer: Any, batch_size: int) -> None:
@@ -86,16 +85,20 @@ class StepSize:
 
         The number is 1 if the trainer or a hook counts steps or handles batches.
         """
-        if self.kept is not None or trainer is None:
+        if self.stored is not None or trainer is None:
             return
         learner = trainer.lightning_module
         reason = _reason_for_one(trainer, learner)
-        parameters = sum(each.numel() for each in learner.parameters() if each.requires_grad and not is_lazy(each))
+        parameters = sum(
+            parameter.numel()
+            for parameter in learner.parameters()
+            if parameter.requires_grad and not is_lazy(parameter)
+        )
         fitting = (updates for most, updates in TABLE if parameters * batch_size <= most)
         self._chosen = next(fitting, 1) if reason is None else 1
         if trainer.is_global_zero:
-            shown = f"{parameters} parameters, batches of {batch_size}" if reason is None else reason
-            logger.info("updates_per_step=auto: %d (%s).", self._chosen, shown)
+            description = f"{parameters} parameters, batches of {batch_size}" if reason is None else reason
+            logger.info("updates_per_step=auto: %d (%s).", self._chosen, description)
 
 
 def _reason_for_one(trainer: Any, learner: Any) -> str | None:
@@ -103,7 +106,7 @@ def _reason_for_one(trainer: Any, learner: Any) -> str | None:
     name = type(learner).__name__
     if learner.automatic_optimization:
         return f"{name} optimizes automatically"
-    if not _loops(learner):
+    if not _declares_loop(learner):
         return f"{name} does not declare loops_over_updates = True beside its training_step"
     if trainer.max_steps != -1 or trainer.min_steps:
         return "max_steps or min_steps counts them"
@@ -112,14 +115,14 @@ def _reason_for_one(trainer: Any, learner: Any) -> str | None:
         return f"val_check_interval={interval} counts them"
     if trainer.limit_train_batches != 1.0 or isinstance(trainer.limit_train_batches, int):
         return f"limit_train_batches={trainer.limit_train_batches} counts them"
-    counting = next((each for each in trainer.callbacks if getattr(each, "_every_n_train_steps", 0)), None)
-    if counting is not None:
-        return f"every_n_train_steps of {type(counting).__name__} counts them"
-    seeing = next((each for each in (learner, trainer.datamodule, *trainer.callbacks) if _sees_updates(each)), None)
-    return None if seeing is None else f"{type(seeing).__name__} has hooks on batches"
+    callback = next((part for part in trainer.callbacks if getattr(part, "_every_n_train_steps", 0)), None)
+    if callback is not None:
+        return f"every_n_train_steps of {type(callback).__name__} counts them"
+    part = next(filter(_has_batch_hooks, (learner, trainer.datamodule, *trainer.callbacks)), None)
+    return None if part is None else f"{type(part).__name__} has hooks on batches"
 
 
-def _loops(learner: Any) -> bool:
+def _declares_loop(learner: Any) -> bool:
     """Return ``loops_over_updates``, but False if a subclass of the declaring class overrides ``training_step``."""
     for owner in (learner, *type(learner).__mro__):
         if "loops_over_updates" in vars(owner):
@@ -129,15 +132,15 @@ def _loops(learner: Any) -> bool:
     return False
 
 
-def _sees_updates(part: Any) -> bool:
+def _has_batch_hooks(part: Any) -> bool:
     """Return whether a part has batch hooks other than ours and Lightning's harmless ones."""
     harmless = not isinstance(part, Callback) or isinstance(part, ProgressBar | Checkpoint | Timer)
     for name in HOOKS:
         hook = getattr(part, name, None)
         if hook is None or hook.__module__ == Callback.__module__:
             continue
-        maker = str(hook.__module__).partition(".")[0]
-        if maker != "torchrl_lightning" and not (maker == "lightning" and harmless):
+        package = str(hook.__module__).partition(".")[0]
+        if package != "torchrl_lightning" and not (package == "lightning" and harmless):
             return True
     return False
 
@@ -162,15 +165,15 @@ class UpdatesDataModule(ExperienceDataModule):
 
     RUN_STATE = {
         **ExperienceDataModule.RUN_STATE,
-        "in_step": Attribute(bounded_integer(), "_in_step"),
-        "updates_per_step": Attribute(optional(bounded_integer(1)), "_step.kept"),
+        "in_step": Attribute(bounded_integer(), "_updates_in_step"),
+        "updates_per_step": Attribute(optional(bounded_integer(1)), "_step_size.stored"),
     }
     HOOKS: ClassVar[type[StepHooks]] = StepHooks
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._step = StepSize(self.updates_per_step)
-        self._in_step = 0  # updates made in an unfinished step
+        self._step_size = StepSize(self.updates_per_step)
+        self._updates_in_step = 0  # updates made in an unfinished step
         self._hooks = self.HOOKS(self)
 
     @property
@@ -181,7 +184,7 @@ class UpdatesDataModule(ExperienceDataModule):
     @property
     def batches_per_epoch(self) -> int:
         """Lightning steps of an epoch, the same on every rank."""
-        return -(-self.updates_of_epoch // self._step.number)
+        return -(-self.updates_of_epoch // self._step_size.number)
 
     @property
     def _rows_of_update(self) -> int:
@@ -190,30 +193,30 @@ class UpdatesDataModule(ExperienceDataModule):
 
     def _build_parts(self) -> None:
         if self._learner is not None:
-            self._step.begin(self._learner)
+            self._step_size.begin(self._learner)
             self._hooks.attach(self._learner.trainer)
 
     def train_dataloader(self) -> Batches:
         """Return the loader of training steps."""
         if self.trainer is not None:  # the trainer has restored a checkpoint before
             self._normalization.check_frozen()
-        self._step.choose(self.trainer, self._rows_of_update)
+        self._step_size.choose(self.trainer, self._rows_of_update)
         return super().train_dataloader()
 
     def _begin_epoch(self) -> tuple[int, int]:
         """Return the updates that this epoch made before a checkpoint, and the updates of the whole epoch."""
-        size = self._step.number
-        made = batches_served(self.trainer) * size + self._in_step
-        return made, min(self._epoch_length() * size, self.updates_of_epoch)
+        size = self._step_size.number
+        update = batches_served(self.trainer) * size + self._updates_in_step
+        return update, min(self._epoch_length() * size, self.updates_of_epoch)
 
     def _steps(
         self, draw: Callable[[int], TensorDictBase | None], update: int, end: int
     ) -> Iterator[TensorDictBase | UpdateBatches]:
         """Yield the steps of an epoch from ``update`` on; ``draw`` returns the batch of an update, None at the end."""
-        size = self._step.number
+        size = self._step_size.number
         while update < end:
-            behind = min(update - update % size + size, end)
-            self._in_step = update % size
+            next_step = min(update - update % size + size, end)
+            self._updates_in_step = update % size
             self._begin_step()
             batch = draw(update)
             interrupts.between_steps = False
@@ -222,8 +225,8 @@ class UpdatesDataModule(ExperienceDataModule):
             if size == 1:
                 yield batch
             else:
-                yield UpdateBatches(self._of_step(draw, self._transferred(batch), range(update + 1, behind)))
-            update = behind
+                yield UpdateBatches(self._batches_of_step(draw, self._transfer(batch), range(update + 1, next_step)))
+            update = next_step
 
     def _begin_step(self) -> None:
         """End the run if Ctrl-C was pressed; allow Ctrl-C to end it until the batch of the step is drawn."""
@@ -231,7 +234,7 @@ class UpdatesDataModule(ExperienceDataModule):
             interrupts.check()
         interrupts.between_steps = True
 
-    def _of_step(
+    def _batches_of_step(
         self, draw: Callable[[int], TensorDictBase | None], first: TensorDictBase, later: range
     ) -> Iterator[TensorDictBase]:
         """Yield the batches of a step, each when its update begins."""
@@ -239,12 +242,12 @@ class UpdatesDataModule(ExperienceDataModule):
         for update in later:
             if not self._end_update():
                 return
-            self._in_step += 1
+            self._updates_in_step += 1
             with outside_autocast():
                 batch = draw(update)
             if batch is None:
                 return
-            yield self._transferred(batch)
+            yield self._transfer(batch)
 
     def _end_update(self) -> bool:
         """End an update within a step; return whether another update follows."""
@@ -252,4 +255,4 @@ class UpdatesDataModule(ExperienceDataModule):
 
     def end_step(self) -> None:
         """End a step; our first callback calls this, before the user's callbacks."""
-        self._in_step = 0
+        self._updates_in_step = 0

@@ -127,7 +127,7 @@ MISTAKES = {
         "run: it is of PPOModule, this run has A2CModule; say the experiment= or model= of that one: the actors",
     ),
     "another environment": ([*NORMALISED, "env=acrobot"], r"the networks differ: .*\[64, 4\] in the checkpoint"),
-    "raw observations": (["data.normalize_observation=false"], r"it learnt from normalised .*observation=true\."),
+    "raw observations": (["data.normalize_observation=false"], r"it used normalised .*observation=true\."),
     "another clip": ([*NORMALISED, "data.normalize_clip=5"], "has clip=10.0, this normaliser has clip=5.0"),
     "another epsilon": (
         [*NORMALISED, "data.normalize_epsilon=1e-4"],

@@ -114,7 +114,7 @@ def test_scale_of_rewards_takes_the_learners_discount(tmp_path, buffer):
     assert checking.checks == 1
 
 
-def test_without_a_learner_the_documented_discount_counts():
+def test_discount_without_a_learner_is_the_documented_default():
     for data in (replayed(THREE_STEPS), rollouts()):
         data.setup("fit")
         assert data.buffer.gamma == 0.99
@@ -141,7 +141,7 @@ SHORT = partial(DQNModule, gamma=0.9)
         (mixed, SHORT, 0.99, 0.9),
     ],
 )
-def test_another_discount_of_the_buffers_is_refused_with_the_mend(tmp_path, make, learner, own, discount):
+def test_discount_of_the_buffer_that_differs_is_refused(tmp_path, make, learner, own, discount):
     learner = learner()
     kind = type(learner).__name__
     expected = rf"^gamma={own} of the buffer differs from gamma={discount} of {kind}, .* model.gamma={own}"
@@ -149,14 +149,14 @@ def test_another_discount_of_the_buffers_is_refused_with_the_mend(tmp_path, make
         fitted(tmp_path, make(), learner)
 
 
-def test_same_discount_may_be_given_twice_but_no_other_by_a_second_learner(tmp_path):
+def test_equal_discounts_are_accepted_and_a_second_learners_is_refused(tmp_path):
     data = fitted(tmp_path, replayed(partial(THREE_STEPS, gamma=0.9)), DQNModule(gamma=0.9))
     assert data.buffer.gamma == 0.9
     with pytest.raises(ValueError, match=r"gamma=0.9.*gamma=0.8"):
         fitted(tmp_path, data, DQNModule(gamma=0.8))
 
 
-def test_what_is_no_discount_is_refused_or_left_alone(tmp_path):
+def test_invalid_discount_is_refused_or_ignored(tmp_path):
     class Focal(PPOModule):
         gamma = 2.0
 
@@ -180,7 +180,7 @@ def test_checkpoint_is_checked_for_a_learner_and_resumes_with_its_discount(tmp_p
     assert (data.buffer.gamma, data.updates) == (0.9, 8)
 
 
-def test_lightnings_cli_hands_the_learners_discount_over(tmp_path):
+def test_lightning_cli_passes_the_learners_discount(tmp_path):
     buffer = ("--data.buffer=torchrl_lightning.ExperienceBuffer", "--data.buffer.n_steps=3")
     sizes = ("--data.env=CartPole-v1", "--data.updates_per_epoch=2", "--data.warmup_frames=20")
 

@@ -92,7 +92,9 @@ def check_same(folder: Path, make: Any, schedule: dict[str, Any], before: Any, p
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("make", STREAMS.values(), ids=STREAMS)
-def test_resumed_run_evaluates_as_the_whole_one(make: Any, schedule: dict[str, Any], hook: str, tmp_path: Path) -> None:
+def test_resumed_run_evaluates_as_an_uninterrupted_one(
+    make: Any, schedule: dict[str, Any], hook: str, tmp_path: Path
+) -> None:
     whole = run(tmp_path / "whole", make, schedule)
     counts = range(1, (STEPS if hook == "on_train_batch_end" else len(whole[0])) + 1)
     for count in counts:
@@ -162,7 +164,7 @@ def fitted(schedule: dict[str, Any], *more: Callback, ckpt_path: Any = None, max
         {"val_check_interval": 6, "check_val_every_n_epoch": None},
     ],
 )
-def test_resumed_fits_of_a_dynamics_model_evaluate_as_the_whole_run(
+def test_resumed_fits_of_a_dynamics_model_evaluate_as_an_uninterrupted_run(
     schedule: dict[str, Any], ends: str, tmp_path: Path
 ) -> None:
     whole = fitted(schedule)

@@ -28,7 +28,7 @@ def brute_force(rollouts):
 
 @settings(deadline=None)
 @given(st.data())
-def test_means_equal_their_brute_force_twin(data):
+def test_means_equal_brute_force(data):
     num_envs = data.draw(st.integers(1, 4))
     rollouts = []
     for _ in range(data.draw(st.integers(1, 4))):

@@ -53,7 +53,7 @@ class Counting(RolloutMetricsLogger):
     ],
     ids=["gymnasium", "torchrl", "processes"],
 )
-def test_replayed_steps_are_no_frames_of_the_environment(settings, human, tmp_path):
+def test_replayed_steps_are_not_counted_as_frames(settings, human, tmp_path):
     data, counting = rollouts(buffer=demonstrated(human), total_frames=300, **settings), Counting()
     with forked_workers():
         fit(tmp_path, data, ppo(), max_epochs=-1, callbacks=[counting])
@@ -69,8 +69,7 @@ def test_replayed_steps_are_no_frames_of_the_environment(settings, human, tmp_pa
 
 
 def test_run_that_only_replays_ends(human, tmp_path, caplog):
-    message = "the last 256 steps were all replayed, none came from the environment: training stops after 0 of "
-    message += "total_frames=200; lower the probability of a replay (rho + phi of PPODBuffer)."
+    message = "the last 256 steps were all replayed: training stops after 0 of total_frames=200."
     for resume in (None, tmp_path / "at.ckpt"):
         data = rollouts(buffer=demonstrated(human, rho=1.0, phi=0.0), total_frames=200)
         with caplog.at_level(logging.WARNING):
@@ -82,7 +81,7 @@ def test_run_that_only_replays_ends(human, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_replayed_steps_are_learned_from_off_policy_too(own, tmp_path):
+def test_replayed_steps_are_learned_off_policy(own, tmp_path):
     storage = DemonstrationStorage()
     storage.replace([shown(7)], [])
 
@@ -129,7 +128,7 @@ def learn(folder):
     fit_ranks(Sharing(MLPNetwork([8])), data, Report(folder, "frames", tell), max_epochs=-1)
 
 
-def test_all_ranks_count_alike(tmp_path):
+def test_frame_counts_are_equal_on_all_ranks(tmp_path):
     first, second = reports(run_ranks(learn, tmp_path), "frames")
     assert first["own"] != second["own"]
     assert first["frames"] == second["frames"] == first["own"] + second["own"]
@@ -147,7 +146,7 @@ def test_state_without_a_count_is_refused():
         check_refused(clock, state, f"lacks.*{name}")
 
 
-def test_resumed_run_that_only_replays_ends_as_the_whole_one(human, tmp_path):
+def test_resumed_run_that_only_replays_ends_as_an_uninterrupted_one(human, tmp_path):
     def run(epochs, resume=None):
         data = rollouts(buffer=demonstrated(human, rho=1.0, phi=0.0), total_frames=200)
         return fit(tmp_path, data, ppo(), resume, max_epochs=epochs)[1]

@@ -49,7 +49,7 @@ class CheckingCells(Checking):
         assert torch.equal(cells(data)["observation"], all_of(data, "observation").transpose(0, 1).flatten(0, 1))
 
 
-def test_replay_statistics_are_those_of_two_steps_and_the_buffer_is_raw(tmp_path):
+def test_replay_statistics_are_moments_of_two_steps_and_the_buffer_is_raw(tmp_path):
     rewards, checking = [], CheckingCells()
 
     class Agent(DQNModule):
@@ -64,7 +64,7 @@ def test_replay_statistics_are_those_of_two_steps_and_the_buffer_is_raw(tmp_path
 
 
 @pytest.mark.parametrize(("frames", "cut"), [(2, False), (6, False), (4, True), (6, True)])
-def test_fast_path_of_replay_notes_the_same(tmp_path, cut, frames):
+def test_fast_path_of_replay_records_the_same_statistics(tmp_path, cut, frames):
     """Our collector writes rows of the same memory again and again."""
     moments = {}
     for name, extra in {"rows": {}, "rollouts": {"collector": recording(2, frames, init_random_frames=40)}}.items():
@@ -75,7 +75,7 @@ def test_fast_path_of_replay_notes_the_same(tmp_path, cut, frames):
 
 
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
-def test_whole_returns_are_reported_raw(env, tmp_path):
+def test_returns_are_reported_unscaled(env, tmp_path):
     data = rollouts(env=env, **NORMALISED, frames_per_batch=4 * 210, mini_batch_size=420)
     fit(tmp_path, data, ppo(), max_epochs=1)
     metrics = data.metrics()
@@ -105,7 +105,7 @@ def test_loaded_policy_acts_as_in_evaluation(trained):
     assert (other.evaluate(loaded, 4) == evaluated).all()
 
 
-def test_validation_alone_takes_the_statistics_of_its_checkpoint(trained):
+def test_validation_without_a_fit_uses_the_statistics_of_its_checkpoint(trained):
     _, data, path = trained
     other = rollouts(**NORMALISED)
     trainer(limit_val_batches=1).validate(ppo(), datamodule=other, ckpt_path=path, verbose=False)
@@ -118,7 +118,7 @@ def of_cartpole(observation: bool = True, **settings: bool) -> Normalization:
     return kept
 
 
-def test_frozen_statistics_are_those_of_another_run_and_what_does_not_fit_changes_nothing(trained):
+def test_frozen_statistics_come_from_another_run_and_a_misfit_changes_nothing(trained):
     _, data, _ = trained
     there = data.state_dict()["normalization"]
     kept = of_cartpole(frozen=True)
@@ -128,7 +128,7 @@ def test_frozen_statistics_are_those_of_another_run_and_what_does_not_fit_change
     kept.load_normalization(there)
     rollout = two_steps()
     for _ in range(3):
-        kept.note(rollout, None, cut=True, gamma=0.9)
+        kept.update(rollout, None, cut=True, gamma=0.9)
         kept.advance_if_due()
         kept.advance()
     assert not differences(kept.statistics(), there)
@@ -139,7 +139,7 @@ def test_frozen_statistics_are_those_of_another_run_and_what_does_not_fit_change
     two["observation"]["entries"] = [{"key": key} for key in (["goal"], ["sight", "far"])]
     with pytest.raises(ValueError, match=r"'data\.normalize_observation=\[goal,sight\.far\]'\.$"):
         raw.load_normalization(two)
-    with pytest.raises(ValueError, match=r"from raw .*, this run shows normalised .*=false\.$"):
+    with pytest.raises(ValueError, match=r"raw observations, .* normalised .*=false\.$"):
         kept.load_normalization(raw.statistics())
 
 
@@ -158,7 +158,7 @@ def noted(normalization, rewards, **settings):
     """Note rewards of one environment whose episode goes on."""
     steps = len(rewards)
     following = {"reward": torch.tensor(rewards).view(1, steps, 1), "done": torch.zeros(1, steps, 1, dtype=torch.bool)}
-    normalization.note(TensorDict({"next": following}, [1, steps]), None, **{"cut": False, "gamma": 0.5, **settings})
+    normalization.update(TensorDict({"next": following}, [1, steps]), None, **{"cut": False, "gamma": 0.5, **settings})
 
 
 @pytest.mark.parametrize(("cut", "sums"), [(False, [1.0, 1.5, 1.75, 1.875]), (True, [1.0, 1.5, 1.0, 1.5])])
@@ -191,11 +191,11 @@ def test_frozen_statistics_do_not_advance():
     assert normalization.statistics()["reward"]["count"] == 0
 
 
-def test_rewards_that_are_noted_are_restored():
+def test_recorded_rewards_are_restored():
     def note(made, start):
         number = torch.arange(start, start + 10.0).view(2, 5, 1)
         after = {"reward": number, "done": torch.zeros(2, 5, 1, dtype=torch.bool)}
-        made.note(TensorDict({"observation": number, "next": after}, [2, 5]), None, cut=False, gamma=0.9)
+        made.update(TensorDict({"observation": number, "next": after}, [2, 5]), None, cut=False, gamma=0.9)
 
     one, other = (Normalization(False, True, 10.0) for _ in range(2))
     for made in (one, other):

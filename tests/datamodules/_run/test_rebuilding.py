@@ -118,7 +118,7 @@ def is_plain(value: Any) -> bool:
 
 
 @EACH
-def test_hparams_hold_the_plain_settings_and_nothing_else(name: str) -> None:
+def test_hparams_contain_only_the_plain_settings(name: str) -> None:
     _, data = RUNS[name][0]()
     hparams = dict(data.hparams)
     assert is_plain(hparams)
@@ -129,7 +129,7 @@ def test_hparams_hold_the_plain_settings_and_nothing_else(name: str) -> None:
     assert data.hparams_initial == data.hparams
 
 
-def test_hparams_are_the_arguments_as_they_were_given() -> None:
+def test_hparams_are_the_original_arguments() -> None:
     sizes = {"total_frames": 1e3, "mini_batch_size": np.int64(32), "seed": None}
     data = rollouts(**sizes, normalize_observation=True, normalize_clip=np.float64(3))
     given = {"total_frames": 1000, "mini_batch_size": 32, "num_mini_batch": None, "normalize_clip": 3.0, "seed": None}
@@ -141,7 +141,7 @@ def test_hparams_are_the_arguments_as_they_were_given() -> None:
     assert data.hparams["frames_per_batch"] is None
 
 
-def test_setting_is_read_where_it_is_and_not_from_hparams(tmp_path: Path) -> None:
+def test_setting_is_read_from_the_attribute_and_not_from_hparams(tmp_path: Path) -> None:
     module, data = replay()
     data.hparams.clear()
     trainer(tmp_path, max_epochs=1, limit_val_batches=0).fit(module, datamodule=data)
@@ -156,7 +156,7 @@ class Seeded(TinyActorCritic):
         self.save_hyperparameters()
 
 
-def test_no_value_of_the_module_is_logged_twice(tmp_path: Path) -> None:
+def test_module_values_are_logged_once(tmp_path: Path) -> None:
     data = rollouts(seed=0)
     run = trainer(tmp_path, max_epochs=1, limit_val_batches=0, logger=CSVLogger(tmp_path))
     run.fit(Seeded(), datamodule=data)
@@ -170,7 +170,7 @@ def test_no_value_of_the_module_is_logged_twice(tmp_path: Path) -> None:
 
 
 @EACH
-def test_rebuilt_one_has_the_settings_and_the_state_of_the_run(name: str, saved: Callable[[str], Path]) -> None:
+def test_rebuilt_datamodule_has_the_settings_and_the_state_of_the_run(name: str, saved: Callable[[str], Path]) -> None:
     path = saved(name)
     _, original = RUNS[name][0]()
     rebuilt = kind_of(name).load_from_checkpoint(path, **RUNS[name][1], **folder_of(name, path))
@@ -189,7 +189,7 @@ def test_rebuilt_one_has_the_settings_and_the_state_of_the_run(name: str, saved:
 
 
 @EACH
-def test_resumed_run_of_a_rebuilt_one_equals_an_uninterrupted_one(
+def test_resumed_run_of_a_rebuilt_datamodule_equals_an_uninterrupted_one(
     name: str, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
     path = saved(name)
@@ -220,7 +220,7 @@ class Recording(L.Callback):
 
 
 @pytest.mark.parametrize("name", ["rollouts", "rollouts, normalised", "replay", "replay, normalised", "fits"])
-def test_rebuilt_one_gives_another_trainer_the_next_batch_of_the_run(
+def test_rebuilt_datamodule_serves_the_next_batch_of_the_run_to_another_trainer(
     name: str, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
     path, shown = saved(name), (Recording(), Recording())
@@ -241,13 +241,13 @@ def test_rebuilt_one_gives_another_trainer_the_next_batch_of_the_run(
 # ---------------------------------------------------------------------- arguments
 
 
-def test_arguments_that_are_given_replace_those_of_the_checkpoint(saved: Callable[[str], Path]) -> None:
+def test_passed_arguments_replace_the_arguments_of_the_checkpoint(saved: Callable[[str], Path]) -> None:
     rebuilt = ReplayDataModule.load_from_checkpoint(saved("replay"), **REPLAY, batch_size=4, eval_episodes=7)
     assert (rebuilt.batch_size, rebuilt.eval_episodes, rebuilt.updates_per_epoch) == (4, 7, 10)
     assert (rebuilt.hparams.batch_size, rebuilt.hparams.eval_episodes) == (4, 7)
 
 
-def test_file_of_settings_replaces_those_of_the_checkpoint(saved: Callable[[str], Path], tmp_path: Path) -> None:
+def test_hparams_file_replaces_the_settings_of_the_checkpoint(saved: Callable[[str], Path], tmp_path: Path) -> None:
     path = saved("replay")
     stored = torch.load(path, weights_only=True)[ReplayDataModule.CHECKPOINT_HYPER_PARAMS_KEY]
     (tmp_path / "hparams.yaml").write_text(OmegaConf.to_yaml({**stored, "batch_size": 4, "eval_episodes": 7}))
@@ -262,7 +262,7 @@ def test_file_of_settings_replaces_those_of_the_checkpoint(saved: Callable[[str]
         ("a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60)), "values"),
     ],
 )
-def test_file_of_settings_is_read_within_limits(
+def test_hparams_file_is_read_within_limits(
     content: str | None, says: str, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
     path, file = saved("rollouts"), tmp_path / "hparams.yaml"
@@ -275,11 +275,11 @@ def test_file_of_settings_is_read_within_limits(
 @pytest.mark.parametrize(
     ("name", "given", "says"),
     [
-        ("rollouts", {}, "^OnPolicyDataModule.load_from_checkpoint lacks env=: [^\n]*$"),
-        ("replay", {}, "^ReplayDataModule.load_from_checkpoint lacks env=, buffer=: [^\n]*$"),
-        ("replay", CARTPOLE, "lacks buffer=: "),
-        ("rollouts of another buffer", CARTPOLE, "lacks buffer=: "),
-        ("fits", {"env": "Pendulum-v1"}, "^DynamicsDataModule.load_from_checkpoint lacks buffer=: [^\n]*$"),
+        ("rollouts", {}, "^OnPolicyDataModule.load_from_checkpoint needs env=: [^\n]*$"),
+        ("replay", {}, "^ReplayDataModule.load_from_checkpoint needs env=, buffer=: [^\n]*$"),
+        ("replay", CARTPOLE, "needs buffer=: "),
+        ("rollouts of another buffer", CARTPOLE, "needs buffer=: "),
+        ("fits", {"env": "Pendulum-v1"}, "^DynamicsDataModule.load_from_checkpoint needs buffer=: [^\n]*$"),
         ("rollouts", {**CARTPOLE, "num_env": 3}, "^OnPolicyDataModule has no setting 'num_env'; did you mean num_envs"),
     ],
 )
@@ -290,7 +290,7 @@ def test_argument_that_is_missing_or_unknown_is_named(
         kind_of(name).load_from_checkpoint(saved(name), **given)
 
 
-def test_another_environment_is_refused_before_anything_is_kept(saved: Callable[[str], Path]) -> None:
+def test_another_environment_is_refused_before_the_state_changes(saved: Callable[[str], Path]) -> None:
     with pytest.raises(ValueError, match=r"CartPole-v1.*Acrobot-v1"):
         OnPolicyDataModule.load_from_checkpoint(saved("rollouts"), env="Acrobot-v1")
 
@@ -329,7 +329,7 @@ def test_checkpoint_of_an_earlier_release_has_no_settings_and_is_loaded(saved: C
         OnPolicyDataModule.load_from_checkpoint(path, **CARTPOLE)
 
 
-def test_file_names_no_environment_and_no_folder(saved: Callable[[str], Path]) -> None:
+def test_checkpoint_cannot_name_environments_or_folders(saved: Callable[[str], Path]) -> None:
     hostile = {"env": "antigravity:Env-v0", "eval_env": "antigravity:Env-v0", "buffer_dir": "/etc", "dataset": "/etc"}
     path = edited(saved("replay"), lambda stored: stored[KEY].update(hostile))
     rebuilt = ReplayDataModule.load_from_checkpoint(path, **REPLAY)
@@ -439,7 +439,7 @@ def test_state_that_is_loaded_before_setup_is_restored_in_it(saved: Callable[[st
         each.close()
 
 
-def test_rebuilt_one_evaluates_before_it_is_set_up(saved: Callable[[str], Path], tmp_path: Path) -> None:
+def test_rebuilt_datamodule_evaluates_before_setup(saved: Callable[[str], Path], tmp_path: Path) -> None:
     module, data, run = fitted(tmp_path, "rollouts, normalised")
     run.save_checkpoint(tmp_path / "at.ckpt")
     rebuilt = OnPolicyDataModule.load_from_checkpoint(tmp_path / "at.ckpt", env="CartPole-v1")

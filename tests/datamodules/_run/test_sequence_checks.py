@@ -107,7 +107,7 @@ BATCHES: list[tuple[int, Any, Any, Any]] = [
     (4, 3, None, "num_mini_batch=3 must divide num_envs=4"),
     (4, 8, None, "num_mini_batch=8 must divide num_envs=4"),
     (1, 2, None, "num_mini_batch=2 must divide num_envs=1"),
-    (4, None, 3, "mini_batch_size=3 must be the steps of whole environments, 16 each"),
+    (4, None, 3, "mini_batch_size=3 must be the steps of complete environments, 16 each"),
     (4, None, 15, "mini_batch_size=15 must be"),
     (4, None, 24, "mini_batch_size=24 must be"),
     (4, 2, 3, "num_mini_batch=2 times mini_batch_size=3 must be at most num_envs=4"),
@@ -120,7 +120,7 @@ BATCHES: list[tuple[int, Any, Any, Any]] = [
 
 @pytest.mark.parametrize("kind", MODULES)
 @pytest.mark.parametrize(("num_envs", "number", "size", "expected"), BATCHES)
-def test_mini_batches_hold_whole_environments_or_nothing_is_collected(
+def test_mini_batches_of_incomplete_environments_are_refused_before_collection(
     kind: str, num_envs: int, number: Any, size: Any, expected: Any
 ) -> None:
     module, settings = MODULES[kind](), {"num_envs": num_envs, "num_mini_batch": number, "mini_batch_size": size}
@@ -138,7 +138,7 @@ def test_mini_batches_hold_whole_environments_or_nothing_is_collected(
 
 
 @pytest.mark.parametrize(("whole", "recurs"), [(True, False), (False, True)])
-def test_buffer_decides_for_itself_what_a_mini_batch_holds(whole: bool, recurs: bool) -> None:
+def test_buffer_overrides_the_content_of_mini_batches(whole: bool, recurs: bool) -> None:
     buffer = partial(GAEBuffer, recurrent=whole)
     module = ours() if recurs else PPOModule(MLPNetwork([4]))
     if whole:
@@ -166,14 +166,14 @@ NAMES = [*SINGLE[:4], "recurrent", "random sampler"]
 
 
 @pytest.mark.parametrize("buffer", SINGLE, ids=NAMES)
-def test_memory_is_not_fitted_to_single_steps(buffer: Any) -> None:
+def test_recurrent_network_is_not_fitted_to_single_steps(buffer: Any) -> None:
     data = replay(buffer)
     with pytest.raises(ValueError, match="SequenceSampler"):
         trainer(max_epochs=1, limit_val_batches=0).fit(dqn(recurrent=True), datamodule=data)
     assert Counted.calls == 0
 
 
-def test_hook_of_ones_own_may_make_sequences_of_single_steps() -> None:
+def test_user_hook_may_build_sequences_from_single_steps() -> None:
     data = replay("uniform")
     data.on_after_batch_transfer = lambda batch, index: batch.unsqueeze(1)  # type: ignore[method-assign]
     trainer(max_epochs=1, limit_val_batches=0).fit(dqn(recurrent=True), datamodule=data)
@@ -198,7 +198,7 @@ SEQUENCES: dict[str, Any] = {
         (SIZE // 2 + 1, 1000, "batch_length must be at most .* 200, got 201"),
     ],
 )
-def test_windows_have_room_or_nothing_is_collected(
+def test_windows_that_do_not_fit_are_refused_before_collection(
     length: int, warmup: int, message: str | None, kind: str, recurs: bool
 ) -> None:
     data = replay(experience(partial(SEQUENCES[kind], length)), warmup_frames=warmup)
@@ -215,7 +215,7 @@ def test_windows_have_room_or_nothing_is_collected(
 def test_windows_and_the_ignored_steps_before_them_fit_into_the_cells_of_one_environment() -> None:
     sampler = partial(prioritized, batch_length=SIZE // 2, num_earliest_frames_ignored=1)
     data = replay(experience(sampler), warmup_frames=SIZE + 2)
-    with pytest.raises(ValueError, match="needs 201 steps of one environment, but the buffer holds 200 of each"):
+    with pytest.raises(ValueError, match=r"needs 201 steps of one environment, but .* at most 200"):
         trainer(max_epochs=1, limit_val_batches=0).fit(dqn(), datamodule=data)
     assert Counted.calls == 0
 

@@ -80,7 +80,7 @@ def test_process_killed_while_it_saves_leaves_a_whole_state(tmp_path):
         assert len(saved.kept) <= 8, "states pile up"
 
 
-def test_what_was_resumed_from_stays_until_two_states_follow_it(tmp_path):
+def test_resumed_state_is_kept_until_two_states_follow(tmp_path):
     first = Saved(tmp_path)
     first.update()
     first.save()

@@ -45,7 +45,7 @@ def filled(rows: int = 40, **kwargs: Any) -> BranchedReplay:
     return BranchedReplay(buffer, **({"branches_per_fit": 30, "frames_per_fit": 10, "real_ratio": 0.25} | kwargs))
 
 
-def test_batches_hold_real_and_imagined_rows_in_their_shares() -> None:
+def test_batches_contain_real_and_imagined_rows_in_their_shares() -> None:
     source, dreamer = filled(), Dreamer()
     source.prepare(dreamer)
     batch = source.draw(8)
@@ -70,7 +70,7 @@ def test_fits_come_when_enough_rows_were_written_and_no_row_changes_sides() -> N
     assert {row for row in dreamer.fits[2][1] if row < 40} == set(dreamer.fits[0][1])
 
 
-def test_branches_grow_and_those_of_the_last_fits_are_kept() -> None:
+def test_branches_grow_and_the_branches_of_the_last_fits_are_kept() -> None:
     source, dreamer = filled(fits_kept=2, last_length=3, lengthened_between=(50, 60)), Dreamer()
     sizes = []
     for _ in range(5):
@@ -81,7 +81,7 @@ def test_branches_grow_and_those_of_the_last_fits_are_kept() -> None:
 
 
 @pytest.mark.parametrize("fits_kept", [1, 2, 3])
-def test_those_of_the_last_fits_are_kept_also_where_branches_end_early(fits_kept: int) -> None:
+def test_branches_of_the_last_fits_are_kept_if_branches_end_early(fits_kept: int) -> None:
     class Ending(Dreamer):
         def imagine(self, start: TensorDict, length: int) -> TensorDict:
             rows = 5 + 7 * (len(self.fits) % 3)  # of the 60 that there might be
@@ -114,7 +114,7 @@ def test_shorter_length_keeps_the_newest() -> None:
     assert held.sort().values.tolist() == expected.sort().values.tolist()
 
 
-def test_branches_are_kept_in_the_dtypes_of_real_rows_also_those_of_a_state_that_has_others() -> None:
+def test_branches_have_the_dtypes_of_real_rows_also_after_loading_other_dtypes() -> None:
     def counted(rows: int = 40) -> BranchedReplay:
         source = filled(0)
         source.buffer.extend(real(torch.arange(rows, dtype=torch.uint8)))
@@ -141,7 +141,7 @@ def test_branches_are_kept_in_the_dtypes_of_real_rows_also_those_of_a_state_that
     assert restored.draw(8)["a"].dtype is torch.uint8
 
 
-def test_what_cannot_be_imagined_is_said() -> None:
+def test_entries_that_the_world_model_does_not_generate_are_refused() -> None:
     with pytest.raises(ValueError, match="leave none of 0 rows"):
         filled(0).prepare(Dreamer())
     with pytest.raises(RuntimeError, match="is empty"):
@@ -156,7 +156,7 @@ def test_what_cannot_be_imagined_is_said() -> None:
 
 
 def test_agent_without_a_world_model_is_refused_and_one_without_branches_too(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"DQNModule.*BranchedReplay.*fit_dynamics"):
+    with pytest.raises(ValueError, match=r"BranchedReplay.*fit_dynamics.*DQNModule"):
         fit(tmp_path, replay_data(source=partial(BranchedReplay, branches_per_fit=8)), dqn())
     with pytest.raises(ValueError, match="data=branched"):
         fit(tmp_path, replay_data(env="Pendulum-v1"), MBPOModule())
@@ -164,7 +164,7 @@ def test_agent_without_a_world_model_is_refused_and_one_without_branches_too(tmp
 
 def test_normalised_observations_are_refused(tmp_path: Path) -> None:
     data = replay_data(env="Pendulum-v1", source=BranchedReplay, normalize_observation=True)
-    with pytest.raises(ValueError, match=r"BranchedReplay.*normalize_observation"):
+    with pytest.raises(ValueError, match=r"normalize_observation must .* BranchedReplay"):
         fit(tmp_path, data, MBPOModule())
 
 

@@ -44,18 +44,21 @@ def environment_fields(env: Any) -> Any:
     return plain(env) if isinstance(env, partial) else environment_name(env)
 
 
-def environment_difference(stored: Any, here: Any) -> str:
+def environment_difference(stored: Any, current: Any) -> str:
     """Describe field by field how two environments differ; return "" if they are equal.
 
     Examples:
         >>> environment_difference({"id": "Pong-v5", "frame_stack": 4}, "Pong-v5")
         'frame_stack: 4 in the checkpoint, not set here'
     """
-    there, now = (fields if isinstance(fields, dict) else {"id": fields} for fields in (stored, here))
-    shown = (
-        f"{field}: {_shown(old)} in the checkpoint, {_shown(new)} here" for field, old, new in differences(there, now)
+    stored_fields, current_fields = (
+        fields if isinstance(fields, dict) else {"id": fields} for fields in (stored, current)
     )
-    return "; ".join(shown)
+    descriptions = (
+        f"{field}: {_format_value(old)} in the checkpoint, {_format_value(new)} here"
+        for field, old, new in differences(stored_fields, current_fields)
+    )
+    return "; ".join(descriptions)
 
 
 def run_fingerprint(data: Any) -> dict[str, Any]:
@@ -81,57 +84,62 @@ def check_environment(data: Any, state: Mapping[str, Any]) -> None:
     Raises:
         ValueError: The DataModule has another environment or other observations.
     """
-    here = run_fingerprint(data)
-    check_fingerprint({name: state["fingerprint"].get(name) for name in here}, here)
+    current = run_fingerprint(data)
+    check_fingerprint({name: state["fingerprint"].get(name) for name in current}, current)
 
 
-def check_fingerprint(stored: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def check_fingerprint(stored: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Check that a checkpoint has the same settings; the ValueError names the first difference."""
-    differs = environment_difference(stored.get("environment"), here["environment"])
-    if differs:
+    difference = environment_difference(stored.get("environment"), current["environment"])
+    if difference:
         raise ValueError(
-            f"environment differs: {differs}. Resume with the environment that the checkpoint was written with."
+            f"environment differs: {difference}. Resume with the environment that the checkpoint was written with."
         )
-    for name in {**stored, **here}:
-        if _listed(stored.get(name)) != _listed(here.get(name)):
+    for name in {**stored, **current}:
+        if _tuples_to_lists(stored.get(name)) != _tuples_to_lists(current.get(name)):
             raise ValueError(
                 f"the checkpoint was written with {name}={stored.get(name)!r}, but this run has "
-                f"{name}={here.get(name)!r}. Resume with the settings of the checkpoint."
+                f"{name}={current.get(name)!r}. Resume with the settings of the checkpoint."
             )
 
 
-def _listed(value: Any) -> Any:
+def _tuples_to_lists(value: Any) -> Any:
     """Replace tuples by lists, because files do not distinguish them."""
-    return list(map(_listed, value)) if isinstance(value, list | tuple) else value
+    return list(map(_tuples_to_lists, value)) if isinstance(value, list | tuple) else value
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "not set" if value is None else str(value)
 
 
-def check_builds(buffer: Any, data: Any) -> None:
+def check_buffer_factory(buffer: Any, data: Any) -> None:
     """Validate that a setting builds buffers of a DataModule's kind; raise TypeError if not."""
     if not callable(buffer):
         kind = type(buffer).__name__
-        raise TypeError(f"buffer must be what builds one, as a class or a partial does, got an object of {kind}.")
-    made = buffer
-    while isinstance(made, partial):
-        made = made.func
-    if isinstance(made, type) and issubclass(made, ReplayBuffer) and not issubclass(made, data.buffer_class):
-        other = "a ReplayDataModule" if data.stream_kind == "rollouts" else "an OnPolicyDataModule"
-        remedy = f"Give it to {other}, or choose" if made.__module__.startswith("torchrl_lightning.") else "Choose"
         raise TypeError(
-            f"buffer must be of the kind of {data.buffer_class.__name__} for {type(data).__name__}, got "
-            f"{made.__name__}. {remedy} another buffer."
+            f"buffer must be a callable that builds the buffer, such as a class or a functools.partial, got a {kind}. "
+            "Pass the class, or a partial with its arguments."
+        )
+    factory = buffer
+    while isinstance(factory, partial):
+        factory = factory.func
+    if isinstance(factory, type) and issubclass(factory, ReplayBuffer) and not issubclass(factory, data.buffer_class):
+        other = "a ReplayDataModule" if data.stream_kind == "rollouts" else "an OnPolicyDataModule"
+        remedy = f"Pass it to {other}, or choose" if factory.__module__.startswith("torchrl_lightning.") else "Choose"
+        raise TypeError(
+            f"buffer must build a subclass of {data.buffer_class.__name__} for {type(data).__name__}, got "
+            f"{factory.__name__}. {remedy} another buffer."
         )
 
 
-def check_normalization(data: Settings, observation: bool | Sequence[Any], reward: bool) -> None:
+def check_normalization(data: Settings, normalize_observation: bool | Sequence[Any], normalize_reward: bool) -> None:
     """Validate that settings of normalisation have an effect; the ValueError names the first setting without one."""
-    if not isinstance(observation, bool) and not len(observation):
-        raise ValueError("normalize_observation must name entries or be True or False, got []. Leave it out.")
+    if not isinstance(normalize_observation, bool) and not len(normalize_observation):
+        raise ValueError("normalize_observation must be True, False or a list of entries, got []. Leave it out.")
     for name in ("normalize_clip", "normalize_epsilon"):
-        data.require_effect(name, observation or reward, "normalize_observation or normalize_reward")
+        data.require_effect(
+            name, normalize_observation or normalize_reward, "normalize_observation or normalize_reward"
+        )
 
 
 def check_frozen(data: Any) -> None:
@@ -144,11 +152,12 @@ def check_frames(frames_per_batch: int, num_envs: int, reset_at_each_batch: bool
     """Raise a ValueError if rollouts have a fractional number of steps, or one step and a reset at each batch."""
     if frames_per_batch % num_envs:
         raise ValueError(
-            f"frames_per_batch={frames_per_batch} is no multiple of num_envs={num_envs}; "
-            f"take {-(-frames_per_batch // num_envs) * num_envs}."
+            f"frames_per_batch must be a multiple of num_envs={num_envs}, got {frames_per_batch}. "
+            f"Set frames_per_batch={-(-frames_per_batch // num_envs) * num_envs}."
         )
     if reset_at_each_batch and frames_per_batch == num_envs:
         raise ValueError(
-            f"reset_at_each_batch=True with frames_per_batch={frames_per_batch} and num_envs={num_envs} would end each "
-            f"episode after its first step. Collect several steps at a time, e.g. frames_per_batch={16 * num_envs}."
+            f"reset_at_each_batch must be False with frames_per_batch={frames_per_batch} and num_envs={num_envs}, got "
+            "True, which would end each episode after its first step. Collect several steps at a time, e.g. "
+            f"frames_per_batch={16 * num_envs}."
         )

@@ -15,14 +15,14 @@ from torchrl_lightning.collectors import GymnasiumCollector, TorchRLCollector
 from torchrl_lightning.environments.backends.torchrl_batch import stepped_together
 
 
-def own_collector(env: Any, policy: Any, num_envs: int, **options: Any) -> Any:
+def build_default_collector(env: Any, policy: Any, num_envs: int, **options: Any) -> Any:
     """Build our collector for a Gymnasium or TorchRL environment."""
     if isinstance(env, EnvBase):
         # With a reset at each batch, TorchRLCollector checks that the environment's seed determines its beginning.
-        together = None if options["reset_at_each_batch"] else stepped_together(env)
-        if together is None:
+        vector_env = None if options["reset_at_each_batch"] else stepped_together(env)
+        if vector_env is None:
             return TorchRLCollector(env, policy, **options)  # it has its own number of environments
-        env = together
+        env = vector_env
     return GymnasiumCollector(env, policy, num_envs=num_envs, **options)
 
 
@@ -33,13 +33,13 @@ def call_with_policy(make_collector: Callable[..., Any], policy: Any, **options:
     return make_collector(policy, **options)
 
 
-def clipping_of(make_collector: Callable[..., Any] | None) -> bool | None:
+def clips_by_default(make_collector: Callable[..., Any] | None) -> bool | None:
     """Return whether a collector factory has ``clip_actions=True``; None without the parameter.
 
     Examples:
-        >>> clipping_of(partial(GymnasiumCollector, clip_actions=True)), clipping_of(GymnasiumCollector)
+        >>> clips_by_default(partial(GymnasiumCollector, clip_actions=True)), clips_by_default(GymnasiumCollector)
         (True, False)
-        >>> clipping_of(lambda policy: ...)
+        >>> clips_by_default(lambda policy: ...)
     """
     if make_collector is None:
         return False
@@ -68,37 +68,38 @@ def collector_options(
     parameters = inspect.signature(make_collector).parameters
     bound = make_collector.keywords if isinstance(make_collector, partial) else {}
     options: dict[str, Any] = {}
-    own_seed = bound.get("seed")
-    if world_size > 1 and own_seed is not None:
+    bound_seed = bound.get("seed")
+    if world_size > 1 and bound_seed is not None:
         raise ValueError(
-            f"collector= has seed={own_seed}, with which all {world_size} ranks would collect the same data. Leave the "
-            "seed out: each rank's collector is given one of its own."
+            f"the seed of collector= must be unbound on {world_size} ranks, got seed={bound_seed}, with which all "
+            "ranks would collect the same data. Leave it out: each rank's collector receives its own seed."
         )
-    if own_seed is None and "seed" in parameters:
+    if bound_seed is None and "seed" in parameters:
         options["seed"] = seed
-    elif own_seed is None and world_size > 1:
+    elif bound_seed is None and world_size > 1:
         raise ValueError(
-            f"collector= takes no `seed`, so all {world_size} ranks would collect the same data. Give it such a "
-            "parameter, e.g. def collector(policy, seed): made = Collector(...); made.set_seed(seed); return made."
+            f"collector= must have a parameter `seed` on {world_size} ranks, because all ranks would collect the same "
+            "data without it. Add one, e.g. def collector(policy, seed): result = Collector(...); "
+            "result.set_seed(seed); return result."
         )
-    own_reset = bound.get("reset_at_each_batch", reset_at_each_batch)
-    if own_reset != reset_at_each_batch:
+    bound_reset = bound.get("reset_at_each_batch", reset_at_each_batch)
+    if bound_reset != reset_at_each_batch:
         raise ValueError(
-            f"collector= has reset_at_each_batch={own_reset}, but the DataModule {reset_at_each_batch}. "
-            "Give it to the DataModule alone, which passes it on."
+            f"reset_at_each_batch of collector= must be {reset_at_each_batch}, as in the DataModule, got "
+            f"{bound_reset}. Set it only in the DataModule, which passes it to the collector."
         )
     if "reset_at_each_batch" in parameters:
         options["reset_at_each_batch"] = reset_at_each_batch
     elif reset_at_each_batch:
         raise ValueError(
-            "reset_at_each_batch=True, but collector= takes no `reset_at_each_batch`, so its rollouts would not begin "
-            "with a seeded reset. Give it such a parameter, or leave reset_at_each_batch out."
+            "reset_at_each_batch must be False if collector= has no parameter `reset_at_each_batch`, got True: its "
+            "rollouts would not begin with a seeded reset. Add the parameter, or leave reset_at_each_batch out."
         )
     if replay is not None:
         options["replay"] = replay
     collectors = collectors_of_rank(make_collector, world_size)
-    divided = {} if collectors is None else {"num_collectors": collectors}
-    return options | divided | unbound_arguments(make_collector, **sizes)
+    divided_sizes = {} if collectors is None else {"num_collectors": collectors}
+    return options | divided_sizes | unbound_arguments(make_collector, **sizes)
 
 
 def envs_per_worker(make_collector: Callable[..., Any] | None, num_envs: int) -> int:
@@ -117,8 +118,8 @@ def envs_per_worker(make_collector: Callable[..., Any] | None, num_envs: int) ->
             workers = integer(parameters[name].default, name)
             if num_envs % workers:
                 raise ValueError(
-                    f"num_envs={num_envs} cannot be shared out evenly among {name}={workers}; "
-                    f"take {-(-num_envs // workers) * workers}."
+                    f"num_envs must be a multiple of {name}={workers}, got {num_envs}. "
+                    f"Set num_envs={-(-num_envs // workers) * workers}."
                 )
             return num_envs // workers
     return num_envs
@@ -130,7 +131,7 @@ def collectors_of_rank(make_collector: Callable[..., Any] | None, world_size: in
     Each collector keeps its share of the environments. Worker processes of a machine are not divided among ranks.
 
     Raises:
-        Fault: The collectors cannot be divided evenly.
+        UserError: The collectors cannot be divided evenly.
 
     Examples:
         >>> from torchrl_lightning import AsynchronousCollector, RayCollector
@@ -145,8 +146,8 @@ def collectors_of_rank(make_collector: Callable[..., Any] | None, world_size: in
         return None
     if parameter.default % world_size:
         raise UserError(
-            f"num_collectors={parameter.default} cannot be divided evenly among {world_size} ranks; "
-            f"take {-(-parameter.default // world_size) * world_size}."
+            f"num_collectors must be a multiple of the number of ranks, {world_size}, got {parameter.default}. "
+            f"Set num_collectors={-(-parameter.default // world_size) * world_size}."
         )
     return integer(parameter.default // world_size, "num_collectors")
 
@@ -157,11 +158,11 @@ def envs_of_rank(make_collector: Callable[..., Any] | None, num_envs: int, world
     return num_envs if collectors is None else envs_per_worker(make_collector, num_envs) * collectors
 
 
-def unbound_arguments(make_collector: Callable[..., Any], **given: Any) -> dict[str, Any]:
+def unbound_arguments(make_collector: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
     """Return the given arguments that a collector factory does not have yet; none if ``frames_per_batch`` is bound."""
     parameters = inspect.signature(make_collector).parameters
     frames = parameters.get("frames_per_batch")
     if frames is None or frames.default is not frames.empty:
         return {}
     bound = make_collector.keywords if isinstance(make_collector, partial) else {}
-    return {name: value for name, value in given.items() if name in parameters and name not in bound}
+    return {name: value for name, value in arguments.items() if name in parameters and name not in bound}

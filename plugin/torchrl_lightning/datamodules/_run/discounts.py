@@ -30,11 +30,11 @@ def learner_discounts(learner: Any) -> dict[str, float]:
         >>> learner_discounts(DQNModule(gamma=0.9)), learner_discounts(PPOModule())
         ({'gamma': 0.9}, {})
     """
-    abilities = LearnerApi.of(learner)
-    found = {"gamma": abilities.gamma, "gamma_intrinsic": abilities.gamma_intrinsic}
+    api = LearnerApi.of(learner)
+    discounts = {"gamma": api.gamma, "gamma_intrinsic": api.gamma_intrinsic}
     return {
         name: float(fraction(value, f"{type(learner).__name__}.{name}"))
-        for name, value in found.items()
+        for name, value in discounts.items()
         if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
     }
 
@@ -43,23 +43,23 @@ def build_buffer(make: Callable[..., B], learner: Any, *, trial: bool = False, *
     """Call a buffer factory with sizes and, if it accepts them, the learner's discounts.
 
     Args:
-        make: the factory; arguments bound by a partial or by LightningCLI are the buffer's own.
+        make: the factory; arguments bound by a partial or by LightningCLI belong to the buffer.
         learner: the LightningModule; if it is None or has no discounts, the factory sets them.
         trial: the buffer is temporary: build it from a copy, because storage and sampler of a partial serve one buffer.
         sizes: further arguments of the DataModule.
 
     Raises:
-        ValueError: The buffer's own discount differs from the learner's.
+        ValueError: The buffer's discount differs from the learner's.
     """
     # A partial with a wrong argument has no readable signature, so the signature of its function is read.
-    called, bound = (make.func, make.keywords) if isinstance(make, partial) else (make, dict[str, Any]())
-    taken, handed = {*inspect.signature(called).parameters, *bound}, dict[str, Any](sizes)
+    function, bound = (make.func, make.keywords) if isinstance(make, partial) else (make, dict[str, Any]())
+    parameters, arguments = {*inspect.signature(function).parameters, *bound}, dict[str, Any](sizes)
     for name, discount in learner_discounts(learner).items():
         if bound.get(name) is not None:
-            _check(name, fraction(bound[name], name), discount, learner)
-        if name in taken:
-            handed[name] = discount
-    buffer = (copy.deepcopy(make) if trial else make)(**handed)
+            _check_equal(name, fraction(bound[name], name), discount, learner)
+        if name in parameters:
+            arguments[name] = discount
+    buffer = (copy.deepcopy(make) if trial else make)(**arguments)
     check_discount(buffer, learner)
     return buffer
 
@@ -71,8 +71,8 @@ def check_discount(source: Any, learner: Any) -> None:
         return
     buffers = SourceApi.of(source).buffers
     for buffer in [source] if buffers is None else buffers:
-        for own in _applied(buffer):
-            _check("gamma", own, discount, learner)
+        for buffer_discount in _discounts_in_use(buffer):
+            _check_equal("gamma", buffer_discount, discount, learner)
 
 
 def discount_of(learner: Any, buffer: Any) -> float:
@@ -81,7 +81,7 @@ def discount_of(learner: Any, buffer: Any) -> float:
     return discount
 
 
-def _applied(buffer: Any) -> list[float]:
+def _discounts_in_use(buffer: Any) -> list[float]:
     """Return the discounts that affect batches; single steps do not depend on one."""
     storage = getattr(buffer, "storage", None)
     parts = [buffer] if getattr(buffer, "n_steps", 2) > 1 else []
@@ -89,11 +89,12 @@ def _applied(buffer: Any) -> list[float]:
     return [part.gamma for part in parts if getattr(part, "gamma", None) is not None]
 
 
-def _check(name: str, own: float, discount: float | None, learner: Any) -> None:
-    if discount is not None and not math.isclose(own, discount, rel_tol=1e-6):
+def _check_equal(name: str, buffer_discount: float, discount: float | None, learner: Any) -> None:
+    if discount is not None and not math.isclose(buffer_discount, discount, rel_tol=1e-6):
         kind = type(learner).__name__
         raise ValueError(
-            f"{name}={own:g} of the buffer differs from {name}={discount:g} of {kind}, which owns the discount. Leave "
-            f"the buffer's out, and say {kind}({name}={own:g}) or model.{name}={own:g} if that is meant; a callable "
-            f"that builds the buffer is handed the learner's if it takes {name}."
+            f"{name}={buffer_discount:g} of the buffer differs from {name}={discount:g} of {kind}, which determines "
+            f"the discount. Leave the buffer's {name} out: a buffer factory with a parameter {name} receives the "
+            f"learner's. For the buffer's discount, set {kind}({name}={buffer_discount:g}) or "
+            f"model.{name}={buffer_discount:g}."
         )

@@ -27,7 +27,7 @@ class DueEvaluation(SparseCallback):
         super().__init__()
         self.data = data
         self._was_due = False  # whether an evaluation was due when the loaded checkpoint was written
-        self._is_running = self._resumes = self._ends_run = False
+        self._is_running = self._resumes = self._finishes_run = False
         self._count = 0  # evaluations before the running one
 
     @property
@@ -71,9 +71,9 @@ class DueEvaluation(SparseCallback):
             loop = trainer.fit_loop.epoch_loop
             for batches in (loop.batch_progress.current, loop.batch_progress.total):
                 batches.completed = batches.processed
-            episodes, over = loop.val_loop.batch_progress, loop.val_loop.batch_progress.total.completed
-            episodes.current.load_state_dict({"ready": 1, "started": 1, "processed": 0, "completed": 0})
-            episodes.total.load_state_dict({"ready": over + 1, "started": over + 1, "processed": over})
+            progress, completed = loop.val_loop.batch_progress, loop.val_loop.batch_progress.total.completed
+            progress.current.load_state_dict({"ready": 1, "started": 1, "processed": 0, "completed": 0})
+            progress.total.load_state_dict({"ready": completed + 1, "started": completed + 1, "processed": completed})
         return self._was_due
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -84,18 +84,18 @@ class DueEvaluation(SparseCallback):
         if should_validate(trainer):
             self._resumes = True
             return
-        self._ends_run = True
+        self._finishes_run = True
         if trainer.enable_validation:
             evaluate(trainer)
         trainer.fit_loop.epoch_loop.val_loop.reset_restart_stage()
 
-    def ends_epoch(self) -> bool:
+    def finish_run(self) -> bool:
         """End a resumed run that only had its last evaluation left; return whether it ends.
 
         Call this method before the first batch.
         """
-        ends, self._ends_run = self._ends_run, False
-        return ends and bool(self.data.stop_if_spent())
+        ends, self._finishes_run = self._finishes_run, False
+        return ends and bool(self.data.stop_if_finished())
 
     def begin(self) -> None:
         """Record the beginning of an evaluation."""
@@ -106,7 +106,7 @@ class DueEvaluation(SparseCallback):
         self._is_running = False
         if self._resumes:
             self._resumes = False
-            self.data.stop_if_spent()
+            self.data.stop_if_finished()
 
 
 class _EvaluationBounds(SparseCallback):
@@ -114,10 +114,10 @@ class _EvaluationBounds(SparseCallback):
 
     def __init__(self, due: DueEvaluation) -> None:
         super().__init__()
-        self._due = due
+        self._due_evaluation = due
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._due.begin()
+        self._due_evaluation.begin()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._due.end()
+        self._due_evaluation.end()

@@ -39,7 +39,7 @@ class RunEnvironments:
         env: an id, a factory of one environment, or a ready environment.
         num_envs: number of parallel environments.
         eval_env: the environment of evaluation, in the form of ``env``; a new ``env`` if None.
-        leaves_resets_out: accept a ready vector environment in mode ``NEXT_STEP``.
+        drops_reset_rows: accept a ready vector environment in mode ``NEXT_STEP``.
         clip_actions: whether collection clips actions to their Box; evaluation and policies in checkpoints then also
             clip. None if only a built collector defines this.
 
@@ -52,19 +52,20 @@ class RunEnvironments:
         env: Any,
         num_envs: int,
         eval_env: Any,
-        leaves_resets_out: bool = False,
+        drops_reset_rows: bool = False,
         clip_actions: bool | None = False,
     ) -> None:
         if is_ready(env) and eval_env is None:
             raise ValueError(
-                "env is a ready (vector) environment, which cannot be built a second time for evaluation. "
-                "Pass eval_env= (an id or a factory) too, or pass env= as an id or a factory."
+                f"eval_env must be an id or a factory if env is a ready environment ({type(env).__name__}), got None: "
+                "a ready environment cannot be built again for evaluation. Pass eval_env=, or pass env= as an id or a "
+                "factory."
             )
-        self.env, self.num_envs = with_known_resets(env) if leaves_resets_out else env, num_envs
+        self.env, self.num_envs = with_known_resets(env) if drops_reset_rows else env, num_envs
         self.eval_env = env if eval_env is None else eval_env
         self._eval_env_given = eval_env is not None
         self._knows_clipping, self._clips = clip_actions is not None, bool(clip_actions)
-        self._built: VectorEnv | EnvBase | None = None
+        self._collection_env: VectorEnv | EnvBase | None = None
         self.goals = EnvironmentGoals(self.eval_env if is_ready(env) else env)
         """The goal functions of the environment, read from a separate copy."""
 
@@ -75,7 +76,7 @@ class RunEnvironments:
 
     @cached_property
     def _specs(self) -> EnvironmentSpecs:
-        with self._shown() as env:
+        with self._inspected_env() as env:
             stack = self.env.frame_stack if isinstance(self.env, EnvironmentRecipe) else None
             return replace(environment_specs(env), num_envs=self.num_envs, frame_stack=stack)
 
@@ -87,7 +88,7 @@ class RunEnvironments:
         """Validate that actions have a Box if collection clips them; raise ValueError if not."""
         check_clipping(self.specs.action_format, self.specs.action)
 
-    def follow_collector(self, collector: CollectorApi) -> None:
+    def adopt_clipping(self, collector: CollectorApi) -> None:
         """Adopt ``clip_actions`` of a built collector if its factory has no parameter ``clip_actions``."""
         if collector.clip_actions is not None and not self._knows_clipping:
             self._clips = collector.clip_actions
@@ -102,51 +103,51 @@ class RunEnvironments:
         if evaluates or not self._knows_clipping:
             self._clips |= bool(state.get("action_format", {}).get("clip", False))
 
-    def check_room(self, frames: int) -> None:
+    def check_memory(self, frames: int) -> None:
         """Raise an error if a rollout of this number of frames does not fit into memory."""
         entries = [*self.specs.observation.values(True, True)] * 2 + [self.specs.action]  # before and after each step
         check_free_memory(
             frames * sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries),
             f"A rollout of {frames} frames",
-            "lower frames_per_batch, or take smaller observations",
+            "lower frames_per_batch, or use smaller observations",
         )
 
-    def built(self) -> VectorEnv | EnvBase:
+    def get_or_build(self) -> VectorEnv | EnvBase:
         """Return the environment of collection; build it at the first call."""
-        if self._built is None:
-            self._built = make_environment(self.env, self.num_envs)
-        return self._built
+        if self._collection_env is None:
+            self._collection_env = make_environment(self.env, self.num_envs)
+        return self._collection_env
 
-    def check_evaluation(self, stepped: EnvironmentView | None = None) -> None:
+    def check_evaluation(self, collection: EnvironmentView | None = None) -> None:
         """Check that evaluation and collection use the same environment.
 
         A warning is logged for an allowed difference of the wrappers.
 
         Args:
-            stepped: the view of the environment of a user's collector; None for ``env``.
+            collection: the view of the environment of a user's collector; None for ``env``.
 
         Raises:
             ValueError: The message names each difference.
         """
-        if stepped is None:
+        if collection is None:
             if not self._eval_env_given and vectorization_of(self.env) != "envpool":
                 return
-            with self._shown() as env:
-                stepped = view_of(env)
+            with self._inspected_env() as env:
+                collection = view_of(env)
         env = make_environment(self.eval_env, None, vectorization="sync")
         try:
-            difference = check_evaluation(stepped, view_of(env), given=self._eval_env_given)
+            difference = check_evaluation(collection, view_of(env), is_user_env=self._eval_env_given)
         finally:
             if not is_ready(self.eval_env):
                 close_environment(env)
         if difference is not None:
-            logger.warning("eval_env= is another environment than that of collection: %s.", difference)
+            logger.warning("eval_env differs from the environment of collection: %s.", difference)
 
     @contextmanager
-    def _shown(self) -> Iterator[VectorEnv | EnvBase]:
+    def _inspected_env(self) -> Iterator[VectorEnv | EnvBase]:
         """Yield the environment for inspection; instead of one with worker processes, yield a copy without them."""
         if vectorization_of(self.env) != "async":
-            yield self.built()
+            yield self.get_or_build()
         else:
             env = make_environment(self.env, 1, vectorization="sync", own_number=True)
             try:
@@ -155,13 +156,13 @@ class RunEnvironments:
                 close_environment(env)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy builds its own environment, because processes and simulators cannot be copied. A user's is kept.
-        return {**vars(self), "_built": self._built if self._built is self.env else None}
+        # A copy builds its own environment, because processes and simulators cannot be copied.
+        return {**vars(self), "_collection_env": self._collection_env if self._collection_env is self.env else None}
 
     def close(self) -> None:
         """Close the environments that this object has built; the user closes a ready environment."""
         self.goals.close()
-        env, self._built = self._built, None
+        env, self._collection_env = self._collection_env, None
         if env is not None and env is not self.env:
             close_environment(env)
 

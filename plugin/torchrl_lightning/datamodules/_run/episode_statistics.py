@@ -12,19 +12,19 @@ from torchrl_lightning._core.keys import REPLAYED
 from torchrl_lightning._core.state import LARGEST, Attribute, Stateful, sequence, state_error, tensor
 
 
-def ends_of(rollout: TensorDictBase) -> dict[str, Any]:
+def read_episode_data(rollout: TensorDictBase) -> dict[str, Any]:
     """Return the arguments of :meth:`FinishedEpisodes.add` from a rollout ``[N, T]``."""
     rows = rollout["next"]
     return {"reward": rows["reward"], "done": rows["done"], "replayed": rollout.get(REPLAYED, None)}
 
 
-def _joined(finished: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+def _concat(finished: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """Return all returns and all lengths of episodes; an empty list without episodes."""
-    return [torch.cat(each) for each in zip(*finished, strict=True)]
+    return [torch.cat(tensors) for tensors in zip(*finished, strict=True)]
 
 
 def _read_finished(value: Any, name: str) -> list[tuple[Tensor, Tensor]]:
-    """Validate and convert the result of :func:`_joined`."""
+    """Validate and convert the result of :func:`_concat`."""
     if not sequence(value, name):
         return []
     if len(value) != 2:
@@ -48,12 +48,12 @@ class FinishedEpisodes(Stateful):
     """
 
     OWNER = "episodes"
-    STATE = {"finished": Attribute(_read_finished, "_finished", _joined)}
+    STATE = {"finished": Attribute(_read_finished, "_finished", _concat)}
 
     def __init__(self, num_envs: int) -> None:
         self._returns = torch.zeros(num_envs, dtype=torch.float64)  # of unfinished episodes
         self._lengths = torch.zeros(num_envs, dtype=torch.int64)
-        self._noted: list[tuple[Tensor, Tensor, Tensor | None]] = []  # rollouts of the same environments
+        self._pending: list[tuple[Tensor, Tensor, Tensor | None]] = []  # rollouts of the same environments
         self._env_ids: Tensor | None = None  # ids of these environments
         self._finished: list[tuple[Tensor, Tensor]] = []
 
@@ -76,10 +76,10 @@ class FinishedEpisodes(Stateful):
             self._flush()
             self._env_ids = env_ids
         # Copies: a collector may reuse its memory.
-        self._noted.append((reward.clone(), done.clone(), None if replayed is None else replayed.clone()))
+        self._pending.append((reward.clone(), done.clone(), None if replayed is None else replayed.clone()))
         if cut:
             self.forget_unfinished()
-        elif len(self._noted) >= 1024:
+        elif len(self._pending) >= 1024:
             self._flush()
 
     def summary(self) -> dict[str, float]:
@@ -88,7 +88,7 @@ class FinishedEpisodes(Stateful):
         finished, self._finished = self._finished, []
         if not sum(len(returns) for returns, _ in finished):
             return {}
-        returns, lengths = (torch.cat(each) for each in zip(*finished, strict=True))
+        returns, lengths = (torch.cat(tensors) for tensors in zip(*finished, strict=True))
         return {
             "train/return": returns.mean().item(),
             "train/length": lengths.double().mean().item(),
@@ -105,10 +105,10 @@ class FinishedEpisodes(Stateful):
 
     def _flush(self) -> None:
         """Compute returns and lengths of the episodes that ended in the stored rollouts."""
-        if not self._noted:
+        if not self._pending:
             return
-        rewards, dones, replays = zip(*self._noted, strict=True)
-        self._noted.clear()
+        rewards, dones, replays = zip(*self._pending, strict=True)
+        self._pending.clear()
         reward, done = torch.cat(rewards, 1).detach().cpu(), torch.cat(dones, 1).cpu()
         reward, done = reward.reshape(*reward.shape[:2], -1).sum(-1), done.reshape(*done.shape[:2], -1).any(-1)
         ids = torch.arange(len(reward)) if self._env_ids is None else self._env_ids
@@ -116,26 +116,26 @@ class FinishedEpisodes(Stateful):
         if missing > 0:
             self._returns = torch.cat([self._returns, self._returns.new_zeros(missing)])
             self._lengths = torch.cat([self._lengths, self._lengths.new_zeros(missing)])
-        before, steps_before = self._returns[ids], self._lengths[ids]
+        returns_before, lengths_before = self._returns[ids], self._lengths[ids]
         total = reward.double().cumsum(1)
         env, time = done.nonzero(as_tuple=True)
-        at_end, after = total[env, time], time + 1
-        first = torch.ones_like(env, dtype=torch.bool)
-        first[1:] = env[1:] != env[:-1]
-        returns = at_end - torch.where(first, -before[env], at_end.roll(1))
-        lengths = after - torch.where(first, -steps_before[env], after.roll(1))
+        total_at_end, steps_at_end = total[env, time], time + 1
+        is_first = torch.ones_like(env, dtype=torch.bool)
+        is_first[1:] = env[1:] != env[:-1]
+        returns = total_at_end - torch.where(is_first, -returns_before[env], total_at_end.roll(1))
+        lengths = steps_at_end - torch.where(is_first, -lengths_before[env], steps_at_end.roll(1))
         if replays[0] is None:
             self._finished.append((returns, lengths))
         else:
-            own = ~torch.cat(replays, 1)[env, time, 0].cpu()
-            self._finished.append((returns[own], lengths[own]))
+            is_collected = ~torch.cat(replays, 1)[env, time, 0].cpu()
+            self._finished.append((returns[is_collected], lengths[is_collected]))
         # Carry over each environment's rewards and steps since its last end of an episode.
-        before, steps_before = before + total[:, -1], steps_before + total.shape[1]
-        last = first.roll(-1)
-        ended = env[last]
-        before[ended] = total[ended, -1] - at_end[last]
-        steps_before[ended] = total.shape[1] - after[last]
-        self._returns[ids], self._lengths[ids] = before, steps_before
+        returns_before, lengths_before = returns_before + total[:, -1], lengths_before + total.shape[1]
+        is_last = is_first.roll(-1)
+        ended = env[is_last]
+        returns_before[ended] = total[ended, -1] - total_at_end[is_last]
+        lengths_before[ended] = total.shape[1] - steps_at_end[is_last]
+        self._returns[ids], self._lengths[ids] = returns_before, lengths_before
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Return the episodes of the next summary; unfinished episodes are not saved, because they cannot continue."""
@@ -143,5 +143,5 @@ class FinishedEpisodes(Stateful):
         return super().state_dict(copy=copy)
 
     def _loaded(self) -> None:
-        self._noted = []
+        self._pending = []
         self._returns, self._lengths = torch.zeros_like(self._returns), torch.zeros_like(self._lengths)

@@ -94,21 +94,23 @@ def view_of(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentView:
     specs = environment_specs(env)
     if isinstance(env, VectorEnv):
         return EnvironmentView(specs, *_wrappers(env))
-    with layers(env) as (base, around):
-        changing = tuple(type(each).__name__ for each in around if not isinstance(each, _NEUTRAL_TRANSFORMS))
+    with layers(env) as (base, env_transforms):
+        transform_names = tuple(
+            type(transform).__name__ for transform in env_transforms if not isinstance(transform, _NEUTRAL_TRANSFORMS)
+        )
         names, arguments = _wrappers(base._env) if isinstance(base, GymWrapper) else (None, None)
-    return EnvironmentView(specs, names, arguments, changing)
+    return EnvironmentView(specs, names, arguments, transform_names)
 
 
-def check_evaluation(stepped: EnvironmentView, played: EnvironmentView, given: bool) -> str | None:
+def check_evaluation(collection: EnvironmentView, evaluation: EnvironmentView, is_user_env: bool) -> str | None:
     """Check that evaluation and collection use the same environment.
 
     Evaluation may leave out the clipping of rewards, because the score of a game counts unclipped rewards.
 
     Args:
-        stepped: the environment of collection.
-        played: the environment of evaluation.
-        given: the user set ``eval_env``; then its wrappers may differ.
+        collection: the environment of collection.
+        evaluation: the environment of evaluation.
+        is_user_env: the user set ``eval_env``; then its wrappers may differ.
 
     Returns:
         The allowed difference of the wrappers; None without a difference.
@@ -116,19 +118,19 @@ def check_evaluation(stepped: EnvironmentView, played: EnvironmentView, given: b
     Raises:
         ValueError: The message names each difference.
     """
-    differences = _spec_differences(stepped.specs, played.specs)
-    wrapped = _wrapper_difference(stepped, played)
-    if differences or (wrapped is not None and not given):
-        if wrapped is not None:
-            differences.append(wrapped)
+    differences = _spec_differences(collection.specs, evaluation.specs)
+    wrapper_difference = _wrapper_difference(collection, evaluation)
+    if differences or (wrapper_difference is not None and not is_user_env):
+        if wrapper_difference is not None:
+            differences.append(wrapper_difference)
         raise ValueError(
-            f"evaluation would not play the environment that is collected from: {'; '.join(differences)}. "
-            "Give eval_env= the same wrapped environment, or one recipe or factory to both."
+            f"evaluation must use the environment of collection, but they differ: {'; '.join(differences)}. "
+            "Pass the same wrapped environment as eval_env=, or one recipe or factory as env= and eval_env=."
         )
-    return wrapped
+    return wrapper_difference
 
 
-def first_checked(stream: Iterable[TensorDictBase], specs: EnvironmentSpecs) -> Iterator[TensorDictBase]:
+def check_first_rollout(stream: Iterable[TensorDictBase], specs: EnvironmentSpecs) -> Iterator[TensorDictBase]:
     """Yield a collector's rollouts ``[*B]`` after a check of the first one against the specs of the networks.
 
     Raises:
@@ -141,10 +143,10 @@ def first_checked(stream: Iterable[TensorDictBase], specs: EnvironmentSpecs) -> 
             shape = None if value is None else tuple(value.shape[rollout.ndim :])
             if shape != tuple(spec.shape):
                 raise ValueError(
-                    f"collector= steps another environment than env=: observation {key!r} "
-                    f"{'is not in its rollouts' if shape is None else f'has shape {shape} in its rollouts'}, expected "
-                    f"shape {tuple(spec.shape)}. Give env= the same wrapped environment, or one recipe or factory to "
-                    "both."
+                    f"collector= must step the environment of env=, but observation {key!r} "
+                    f"{'is missing in its rollouts' if shape is None else f'has shape {shape} in its rollouts'}, "
+                    f"expected shape {tuple(spec.shape)}. Pass the same wrapped environment as env=, or use one recipe "
+                    "or factory for both."
                 )
         yield rollout
         break
@@ -153,44 +155,48 @@ def first_checked(stream: Iterable[TensorDictBase], specs: EnvironmentSpecs) -> 
 
 def _wrappers(env: Any) -> tuple[list[str] | None, list[dict[str, Any] | None] | None]:
     """Return the class names of one environment and its wrappers, from the inside out, and their arguments."""
-    around: list[Any] = []
+    env_wrappers: list[Any] = []
     while isinstance(env, VectorWrapper):
-        around.append(env)
+        env_wrappers.append(env)
         env = env.env
     if isinstance(env, SyncVectorEnv):
         env = env.envs[0]
     while isinstance(env, gymnasium.Wrapper):
-        around.append(env)
+        env_wrappers.append(env)
         env = env.env
     if not isinstance(env, gymnasium.Env):
         return None, None
-    shown = [env, *(each for each in reversed(around) if not isinstance(each, _NEUTRAL_WRAPPERS))]
-    return [type(each).__name__ for each in shown], [_arguments(each) for each in shown]
+    parts = [env, *(wrapper for wrapper in reversed(env_wrappers) if not isinstance(wrapper, _NEUTRAL_WRAPPERS))]
+    return [type(part).__name__ for part in parts], [_arguments(part) for part in parts]
 
 
 def _arguments(part: Any) -> dict[str, Any] | None:
     """Return the arguments of a wrapper or environment, or None if Gymnasium did not record them."""
     if isinstance(part, gymnasium.Env) and not isinstance(part, gymnasium.Wrapper):
-        given = None if part.spec is None else part.spec.kwargs
+        arguments = None if part.spec is None else part.spec.kwargs
     else:
-        given = getattr(part, "_saved_kwargs", None)
-    return None if given is None else {name: plain(value) for name, value in given.items() if name != "render_mode"}
+        arguments = getattr(part, "_saved_kwargs", None)
+    return (
+        None
+        if arguments is None
+        else {name: plain(value) for name, value in arguments.items() if name != "render_mode"}
+    )
 
 
-def _spec_differences(stepped: EnvironmentSpecs, played: EnvironmentSpecs) -> list[str]:
-    expected, came = _fields(stepped), _fields(played)
+def _spec_differences(collection: EnvironmentSpecs, evaluation: EnvironmentSpecs) -> list[str]:
+    expected, actual = _fields(collection), _fields(evaluation)
     differences = []
-    for name in {**expected, **came}:
-        if name not in came:
-            differences.append(f"{name} is not there in evaluation")
+    for name in {**expected, **actual}:
+        if name not in actual:
+            differences.append(f"{name} is missing in evaluation")
         elif name not in expected:
-            differences.append(f"{name} is there in evaluation alone")
+            differences.append(f"{name} exists only in evaluation")
         else:
             differences += [
-                f"{name} has {field}={_shown(came[name].get(field))} in evaluation, "
-                f"expected {_shown(value)} as in collection"
+                f"{name} has {field}={_format_value(actual[name].get(field))} in evaluation, "
+                f"expected {_format_value(value)} as in collection"
                 for field, value in expected[name].items()
-                if came[name].get(field) != value
+                if actual[name].get(field) != value
             ]
     return differences
 
@@ -207,62 +213,67 @@ def _fields(specs: EnvironmentSpecs) -> dict[str, dict[str, Any]]:
 
 def _spec_fields(spec: TensorSpec) -> dict[str, Any]:
     fields = spec_fields(spec)
-    bounds = {name: _numbers(value) for name, value in fields.items() if isinstance(value, torch.Tensor)}
+    bounds = {name: _rounded_bound(value) for name, value in fields.items() if isinstance(value, torch.Tensor)}
     return {**fields, "shape": tuple(spec.shape), **bounds}
 
 
-def _numbers(bound: torch.Tensor) -> Any:
+def _rounded_bound(bound: torch.Tensor) -> Any:
     """Return a bound as numbers of six digits, because computed bounds differ in the last digits."""
     flat = bound.flatten()
     numbers = [float(f"{number:.6g}") for number in (flat[:1] if (flat == flat[:1]).all() else flat).tolist()]
     return numbers[0] if len(numbers) == 1 else numbers
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     # Shorten the bounds of an image.
     return reprlib.repr(value) if isinstance(value, list) else str(value)
 
 
-def _wrapper_difference(stepped: EnvironmentView, played: EnvironmentView) -> str | None:
-    stepped = _without_clipping(stepped, played)
-    mine, theirs = stepped.transforms or (), played.transforms or ()
-    same = (stepped.wrappers, mine) == (played.wrappers, theirs)
-    if stepped.transforms is None or played.transforms is None:
-        if stepped.wrappers is None or played.wrappers is None:
+def _wrapper_difference(collection: EnvironmentView, evaluation: EnvironmentView) -> str | None:
+    collection = _without_reward_clipping(collection, evaluation)
+    collection_transforms, evaluation_transforms = collection.transforms or (), evaluation.transforms or ()
+    is_equal = (collection.wrappers, collection_transforms) == (evaluation.wrappers, evaluation_transforms)
+    if collection.transforms is None or evaluation.transforms is None:
+        if collection.wrappers is None or evaluation.wrappers is None:
             return None
-        if mine or theirs:
+        if collection_transforms or evaluation_transforms:
             # Wrappers of one side may replace transforms of the other, unless they are missing or equal on both sides.
-            same = len((played if mine else stepped).wrappers or ()) > 1 and stepped.wrappers != played.wrappers
-    if same:
-        return _argument_differences(stepped, played)
-    came, expected = (
-        " > ".join([*(each.wrappers or ["(not Gymnasium's)"]), *(each.transforms or ())]) for each in (played, stepped)
+            is_equal = (
+                len((evaluation if collection_transforms else collection).wrappers or ()) > 1
+                and collection.wrappers != evaluation.wrappers
+            )
+    if is_equal:
+        return _argument_differences(collection, evaluation)
+    actual, expected = (
+        " > ".join([*(view.wrappers or ["(not Gymnasium's)"]), *(view.transforms or ())])
+        for view in (evaluation, collection)
     )
-    return f"wrappers are {came} in evaluation, expected {expected} as in collection"
+    return f"wrappers are {actual} in evaluation, expected {expected} as in collection"
 
 
-def _without_clipping(stepped: EnvironmentView, played: EnvironmentView) -> EnvironmentView:
+def _without_reward_clipping(collection: EnvironmentView, evaluation: EnvironmentView) -> EnvironmentView:
     """Return the view of collection without the clipping of rewards if evaluation does not clip."""
     clip = wrappers.ClipReward.__name__
-    if stepped.wrappers is None or stepped.arguments is None or clip in (played.wrappers or ()):
-        return stepped
-    kept = [pair for pair in zip(stepped.wrappers, stepped.arguments, strict=True) if pair[0] != clip]
-    return replace(stepped, wrappers=[name for name, _ in kept], arguments=[arguments for _, arguments in kept])
+    if collection.wrappers is None or collection.arguments is None or clip in (evaluation.wrappers or ()):
+        return collection
+    pairs = [pair for pair in zip(collection.wrappers, collection.arguments, strict=True) if pair[0] != clip]
+    return replace(collection, wrappers=[name for name, _ in pairs], arguments=[arguments for _, arguments in pairs])
 
 
-def _argument_differences(stepped: EnvironmentView, played: EnvironmentView) -> str | None:
-    if stepped.wrappers != played.wrappers:
+def _argument_differences(collection: EnvironmentView, evaluation: EnvironmentView) -> str | None:
+    if collection.wrappers != evaluation.wrappers:
         return None  # transforms replace some wrappers
-    found = [
-        f"{name} has {field}={_told(came)} in evaluation, expected {_told(expected)} as in collection"
-        for name, mine, theirs in zip(
-            stepped.wrappers or (), stepped.arguments or (), played.arguments or (), strict=True
+    descriptions = [
+        f"{name} has {field}={_format_argument(actual)} in evaluation, "
+        f"expected {_format_argument(expected)} as in collection"
+        for name, collection_arguments, evaluation_arguments in zip(
+            collection.wrappers or (), collection.arguments or (), evaluation.arguments or (), strict=True
         )
-        if mine is not None and theirs is not None
-        for field, expected, came in differences(mine, theirs)
+        if collection_arguments is not None and evaluation_arguments is not None
+        for field, expected, actual in differences(collection_arguments, evaluation_arguments)
     ]
-    return "; ".join(found) or None
+    return "; ".join(descriptions) or None
 
 
-def _told(value: Any) -> str:
-    return "its default" if value is None else _shown(value)
+def _format_argument(value: Any) -> str:
+    return "its default" if value is None else _format_value(value)

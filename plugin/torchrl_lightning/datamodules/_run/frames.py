@@ -1,4 +1,4 @@
-"""Count the frames of a run, and the replayed steps in their place."""
+"""Count the frames of a run, and, separately, the replayed steps."""
 
 from __future__ import annotations
 
@@ -23,36 +23,41 @@ class FrameClock(Stateful):
 
     Attributes:
         frames: Frames of the run.
-        count: Replayed steps of the run.
-        alone: Replayed steps since the last frame.
+        replayed: Replayed steps of the run.
+        consecutive_replays: Replayed steps since the last frame.
 
     Examples:
         >>> import torch
         >>> clock = FrameClock(9)
         >>> clock.add(3, 1, torch.tensor([[[True], [False], [True]]]))
-        >>> clock.frames, clock.count, clock.is_exhausted
+        >>> clock.frames, clock.replayed, clock.is_exhausted
         (1, 2, False)
     """
 
     OWNER = "replayed steps"
-    STATE = {"count": Attribute(bounded_integer()), "alone": Attribute(bounded_integer())}
+    STATE = {
+        "count": Attribute(bounded_integer(), "replayed"),
+        "alone": Attribute(bounded_integer(), "consecutive_replays"),
+    }
 
     def __init__(self, total: int, frames: int = 0) -> None:
         self.total, self.frames = total, frames
-        self.count = self.alone = 0
+        self.replayed = self.consecutive_replays = 0
         self._has_warned = False
 
     @property
     def is_exhausted(self) -> bool:
         """Whether ``total`` frames are collected, or ``total`` steps were replayed since the last frame."""
-        return 0 <= self.total <= max(self.frames, self.alone)
+        return 0 <= self.total <= max(self.frames, self.consecutive_replays)
 
     def announce(self, rollout: int, trainer: Any) -> None:
         """Log if a run has no end, or if whole rollouts (``rollout`` frames of all ranks) exceed its total."""
         self.check_end(trainer)
         if self.total > 0 and self.total % rollout:
             last = -(-self.total // rollout) * rollout
-            logger.info("total_frames=%d becomes %d: rollouts of %d frames are whole.", self.total, last, rollout)
+            logger.info(
+                "total_frames=%d is rounded up to %d, a multiple of %d frames per rollout.", self.total, last, rollout
+            )
 
     def check_end(self, trainer: Any, collected: float = -1) -> None:
         """Warn once if neither the total, nor the trainer, nor the collector's number of frames ends the run."""
@@ -62,8 +67,8 @@ class FrameClock(Stateful):
         self._has_warned = True
         if trainer.is_global_zero:
             logger.warning(
-                "nothing ends this run: the DataModule has total_frames=%d, and the Trainer no max_epochs, "
-                "max_steps or max_time. Set one of them.",
+                "this run never ends: the DataModule has total_frames=%d, and the Trainer has no max_epochs, max_steps "
+                "or max_time. Set one of them.",
                 self.total,
             )
 
@@ -71,8 +76,8 @@ class FrameClock(Stateful):
         """Log a warning if the warm-up exceeds the total of the run."""
         if 0 <= self.total < frames:
             logger.warning(
-                "total_frames=%d becomes %d: warmup_frames=%d come before the only update. Raise total_frames, or "
-                "lower warmup_frames.",
+                "total_frames=%d is raised to %d, because warmup_frames=%d frames come before the first update, which "
+                "is then the only one. Raise total_frames, or lower warmup_frames.",
                 self.total,
                 frames,
                 frames,
@@ -86,25 +91,25 @@ class FrameClock(Stateful):
         if replayed is None:
             self.frames += steps * world_size
             return
-        again = int(replayed.sum())
-        counts = all_gather((replayed.numel() - again, again))
-        own, again = (sum(each) for each in zip(*counts, strict=True))
-        self.frames += own
-        self.count += again
-        self.alone = 0 if own else self.alone + again
-        if 0 <= self.total <= self.alone:
-            logger.warning(self.reason)
+        num_replayed = int(replayed.sum())
+        counts = all_gather((replayed.numel() - num_replayed, num_replayed))
+        num_collected, num_replayed = (sum(rank) for rank in zip(*counts, strict=True))
+        self.frames += num_collected
+        self.replayed += num_replayed
+        self.consecutive_replays = 0 if num_collected else self.consecutive_replays + num_replayed
+        if 0 <= self.total <= self.consecutive_replays:
+            logger.warning(self.end_reason)
 
     def metrics(self) -> dict[str, float]:
         """Return ``frames``, and ``frames/replayed`` if steps were replayed."""
-        return {"frames": float(self.frames), **({"frames/replayed": float(self.count)} if self.count else {})}
+        return {"frames": float(self.frames), **({"frames/replayed": float(self.replayed)} if self.replayed else {})}
 
     @property
-    def reason(self) -> str:
+    def end_reason(self) -> str:
         """The reason why the run ends, as a sentence."""
         if self.frames >= self.total:
-            return f"all {self.frames} frames are collected; raise total_frames={self.total} to go on."
+            return f"all {self.frames} frames are collected; raise total_frames={self.total} to continue."
         return (
-            f"the last {self.alone} steps were all replayed, none came from the environment: training stops after "
-            f"{self.frames} of total_frames={self.total}; lower the probability of a replay (rho + phi of PPODBuffer)."
+            f"the last {self.consecutive_replays} steps were all replayed: training stops after {self.frames} of "
+            f"total_frames={self.total}. Lower the probability of a replay (rho + phi of PPODBuffer)."
         )

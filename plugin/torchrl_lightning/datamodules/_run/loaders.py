@@ -17,7 +17,7 @@ from torchrl_lightning._core.protocols import LearnerApi
 from torchrl_lightning._core.tree import is_tensordict
 from torchrl_lightning.datamodules._run.due_evaluation import DueEvaluation
 from torchrl_lightning.datamodules._run.frames import FrameClock
-from torchrl_lightning.datamodules.networks import acting
+from torchrl_lightning.datamodules.networks import get_learner
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +91,8 @@ class LoadersDataModule(L.LightningDataModule):
     """A DataModule with sized loaders; subclasses implement their iterators."""
 
     _clock: FrameClock
-    _due: DueEvaluation
-    _acting: LearnerApi | None = None
+    _due_evaluation: DueEvaluation
+    _learner_api_cache: LearnerApi | None = None
     episode_metrics: ClassVar[tuple[str, ...]] = ("train/return", "train/length", "train/episodes")
     """Metrics that :meth:`metrics` returns after the first finished training episode."""
 
@@ -134,11 +134,11 @@ class LoadersDataModule(L.LightningDataModule):
     def _learner(self) -> Any:
         return self.trainer.lightning_module if self.trainer is not None else None
 
-    def _module(self) -> LearnerApi:
+    def _learner_api(self) -> LearnerApi:
         """Return the abilities of the trainer's module; they are read once per fit."""
-        if self._acting is None or self._acting.part is not self._learner:
-            self._acting = acting(self.trainer, type(self).__name__)
-        return self._acting
+        if self._learner_api_cache is None or self._learner_api_cache.part is not self._learner:
+            self._learner_api_cache = get_learner(self.trainer, type(self).__name__)
+        return self._learner_api_cache
 
     @property
     def batches_per_epoch(self) -> int:
@@ -150,8 +150,8 @@ class LoadersDataModule(L.LightningDataModule):
 
     def _epoch_length(self) -> int:
         """Return the number of batches that Lightning uses in an epoch; ``limit_train_batches`` may reduce it."""
-        asked = self.trainer.num_training_batches if self.trainer is not None else self.batches_per_epoch
-        return int(min(self.batches_per_epoch, asked))
+        limit = self.trainer.num_training_batches if self.trainer is not None else self.batches_per_epoch
+        return int(min(self.batches_per_epoch, limit))
 
     def train_dataloader(self) -> Batches:
         """Return the sized loader of training batches; nothing is collected before it is iterated.
@@ -161,14 +161,14 @@ class LoadersDataModule(L.LightningDataModule):
         epoch = self._epoch
         if self.trainer is not None:
             reopen_epoch(self.trainer)
-            if self._due.reopen(self.trainer):
+            if self._due_evaluation.reopen(self.trainer):
                 epoch = self._epoch_with_due_evaluation
-            elif self.stop_if_spent():
-                logger.warning(self._clock.reason)
+            elif self.stop_if_finished():
+                logger.warning(self._clock.end_reason)
         return Batches(self.batches_per_epoch, epoch)
 
     def _epoch_with_due_evaluation(self) -> Iterator[Any]:
-        if not self._due.ends_epoch():
+        if not self._due_evaluation.finish_run():
             yield from self._epoch()
 
     def val_dataloader(self) -> Batches:
@@ -183,16 +183,16 @@ class LoadersDataModule(L.LightningDataModule):
         """Move a batch only if it is on another device: Lightning's own check takes 2 % of a small agent's training."""
         return batch if is_on_device(batch, device) else super().transfer_batch_to_device(batch, device, dataloader_idx)
 
-    def _transferred(self, batch: Any) -> Any:
+    def _transfer(self, batch: Any) -> Any:
         """Transfer one batch of a step with several updates, with all of Lightning's transfer hooks."""
         batch = self.on_before_batch_transfer(batch, 0)
         if self.trainer is not None:
             batch = self.transfer_batch_to_device(batch, self.trainer.strategy.root_device, 0)
         return self.on_after_batch_transfer(batch, 0)
 
-    def stop_if_spent(self) -> bool:
+    def stop_if_finished(self) -> bool:
         """Stop training if nothing is left to do; return whether this call stopped it."""
-        if self.trainer is None or self.trainer.should_stop or not self._is_spent():
+        if self.trainer is None or self.trainer.should_stop or not self._is_finished():
             return False
         self._stop()
         return True
@@ -202,7 +202,7 @@ class LoadersDataModule(L.LightningDataModule):
         if self.trainer is not None:
             self.trainer.should_stop = True
 
-    def _is_spent(self) -> bool:
+    def _is_finished(self) -> bool:
         """Return whether nothing is left to collect or to learn from."""
         return self._clock.is_exhausted
 

@@ -25,7 +25,7 @@ from torchrl_lightning._core.state import (
     sequence,
     state_error,
 )
-from torchrl_lightning.datamodules._run.collector_stream import Part
+from torchrl_lightning.datamodules._run.collector_stream import RolloutPart
 from torchrl_lightning.datamodules._run.reward_scale import RewardScale
 from torchrl_lightning.environments import EnvironmentSpecs
 from torchrl_lightning.environments.normalization import EPSILON, NormalizedPolicy, ObservationNormalizer, normalizes
@@ -36,8 +36,8 @@ _CHUNK = 256  # single rows are reduced to moments in chunks of this size
 class Normalization(Stateful):
     """Running moments of observations and of discounted sums of rewards, over all environments and ranks.
 
-    Collected steps are noted first. :meth:`advance` adds them to the statistics on all ranks together. Evaluation does
-    not change the statistics.
+    Collected steps are recorded first. :meth:`advance` adds them to the statistics on all ranks together. Evaluation
+    does not change the statistics.
 
     Args:
         observation: True for all entries of the observation, or the names of some.
@@ -49,13 +49,13 @@ class Normalization(Stateful):
 
     OWNER = "normalization"
     STATE = {
-        "count": Attribute(bounded_integer(), "_count"),
-        "total": Attribute(bounded_integer(), "_total"),
-        "rows": Attribute(list_of(expect(torch.is_tensor, "a tensor")), "_kept_rows"),
-        "noted": Attribute(of=lambda own: own._read_moments, at="_kept_moments"),
+        "count": Attribute(bounded_integer(), "_pending_frames"),
+        "total": Attribute(bounded_integer(), "_total_frames"),
+        "rows": Attribute(list_of(expect(torch.is_tensor, "a tensor")), "_saved_rows"),
+        "noted": Attribute(of=lambda normalization: normalization._read_moments, at="_saved_moments"),
         "scale": Child(at="_scale"),
     }
-    """The steps that this rank has noted and not yet added to the statistics."""
+    """The steps that this rank has recorded and not yet added to the statistics."""
 
     def __init__(
         self,
@@ -71,15 +71,15 @@ class Normalization(Stateful):
         self.is_on = bool(observation) or reward
         self._normalizer: ObservationNormalizer | None = None
         self._scale = RewardScale(self.clip, self.epsilon)
-        self._rows: dict[NestedKey, list[Tensor]] = {}  # noted observations
-        self._waiting = 0  # number of rows in ``_rows``
-        self._noted: dict[NestedKey, Moments] = {}  # moments of earlier noted observations and of reward sums
-        self._count = 0  # frames noted since the statistics advanced
-        self._total = 0  # frames of this rank in the statistics
-        # The last noted rollout; its observations with their target lists; its rewards and end flags.
-        self._last: TensorDictBase | None = None
-        self._observed: list[tuple[list[Tensor], Tensor]] = []
-        self._ends: list[Tensor] = []
+        self._pending_rows: dict[NestedKey, list[Tensor]] = {}  # recorded observations
+        self._num_pending_rows = 0  # number of rows in ``_pending_rows``
+        self._pending_moments: dict[NestedKey, Moments] = {}  # moments of earlier observations and of reward sums
+        self._pending_frames = 0  # frames recorded since the statistics advanced
+        self._total_frames = 0  # frames of this rank in the statistics
+        # The last rollout; its observations with their target lists; its rewards and end flags.
+        self._last_rollout: TensorDictBase | None = None
+        self._observations: list[tuple[list[Tensor], Tensor]] = []
+        self._reward_and_done: list[Tensor] = []
 
     # ------------------------------------------------------------------ normalised data
 
@@ -93,8 +93,8 @@ class Normalization(Stateful):
             return specs
         if self._normalizer is None:
             self._normalizer = ObservationNormalizer(specs, self.observation, self.clip, self.epsilon)
-        shown = self._normalizer.specs
-        return shown.with_clipping(specs.action_format.clip)
+        normalized_specs = self._normalizer.specs
+        return normalized_specs.with_clipping(specs.action_format.clip)
 
     def policy(self, policy: Any) -> Any:
         """Wrap a policy of normalised observations, once, so that it accepts raw observations."""
@@ -102,8 +102,8 @@ class Normalization(Stateful):
             return policy
         return NormalizedPolicy(policy, self._normalizer)
 
-    def rollout(
-        self, rollout: TensorDictBase, parts: Sequence[Part], env_ids: Tensor | None, *, cut: bool, gamma: float
+    def normalize_rollout(
+        self, rollout: TensorDictBase, parts: Sequence[RolloutPart], env_ids: Tensor | None, *, cut: bool, gamma: float
     ) -> TensorDictBase:
         """Return the normalised rollout ``[N, T]``, and add the raw one, part by part, to the statistics.
 
@@ -111,18 +111,22 @@ class Normalization(Stateful):
         """
         if not self.is_on:
             return rollout
-        seen = rollout.copy()
+        normalized = rollout.copy()
         if self._normalizer is not None:
-            self._normalizer.normalize_(seen)
+            self._normalizer.normalize_(normalized)
         for part in parts:
-            if part.begun is not None:
-                self.forget_unfinished(part.begun)
-            self.note(part.rollout, env_ids, cut=cut and part.is_last, gamma=gamma)
-        self._last, self._observed, self._ends = None, [], []  # free them: the next rollout has other memory
+            if part.cut_env_ids is not None:
+                self.forget_unfinished(part.cut_env_ids)
+            self.update(part.rollout, env_ids, cut=cut and part.is_last, gamma=gamma)
+        self._last_rollout, self._observations, self._reward_and_done = (
+            None,
+            [],
+            [],
+        )  # free them: the next rollout has other memory
         self.advance()
         if self.reward:
-            self._scale.scale_(seen)
-        return seen
+            self._scale.scale_(normalized)
+        return normalized
 
     def normalize_(self, batch: TensorDictBase) -> None:
         """Normalise observations and rewards of a batch in place."""
@@ -138,18 +142,18 @@ class Normalization(Stateful):
         if not self.frozen:
             return
         moments = {} if self._normalizer is None else dict(self._normalizer.moments)
-        missing = [f"observation {key!r}" for key, each in moments.items() if not each.count]
+        missing = [f"observation {key!r}" for key, moments in moments.items() if not moments.count]
         if self.reward and not self._scale.moments.count:
             missing.append("rewards")
         if missing:
             raise ValueError(
-                f"freeze_statistics must be False without the moments of an earlier run, got True, but there are none "
-                f"of {', '.join(missing)}, which would be clipped only. Give load_normalization(...) the statistics of "
-                "that run, or freeze_statistics=False."
+                "freeze_statistics must be False without the moments of an earlier run, got True, but moments are "
+                f"missing for {', '.join(missing)}, which would only be clipped. Pass the statistics of that run to "
+                "load_normalization(...), or set freeze_statistics=False."
             )
 
-    def note(self, rollout: TensorDictBase, env_ids: Tensor | None, *, cut: bool, gamma: float) -> None:
-        """Note a rollout for the statistics.
+    def update(self, rollout: TensorDictBase, env_ids: Tensor | None, *, cut: bool, gamma: float) -> None:
+        """Record a rollout for the statistics.
 
         Args:
             rollout: Raw steps ``[N, T]``.
@@ -159,39 +163,41 @@ class Normalization(Stateful):
         """
         if self.frozen:
             return
-        if rollout is not self._last:
+        if rollout is not self._last_rollout:
             # Look the entries up once if the collector always delivers the same memory.
             keys = [] if self._normalizer is None else self._normalizer.keys
-            self._observed = [(self._rows.setdefault(key, []), rollout.get(key)) for key in keys]
-            self._ends = [rollout.get(("next", name)) for name in ("reward", "done")]
-            self._last = rollout
+            self._observations = [(self._pending_rows.setdefault(key, []), rollout.get(key)) for key in keys]
+            self._reward_and_done = [rollout.get(("next", name)) for name in ("reward", "done")]
+            self._last_rollout = rollout
         frames = rollout.numel()
-        self._count += frames
-        if self._observed:
-            for rows, value in self._observed:
+        self._pending_frames += frames
+        if self._observations:
+            for rows, value in self._observations:
                 rows.append(value.clone())
-            self._waiting += frames
-            if self._waiting >= _CHUNK:
+            self._num_pending_rows += frames
+            if self._num_pending_rows >= _CHUNK:
                 self._reduce_rows()
         if self.reward:
-            reward, done = self._ends
+            reward, done = self._reward_and_done
             self._add(REWARD, self._scale.note(reward, done, env_ids, gamma))
             if cut:
                 self.forget_unfinished()
 
     def advance_if_due(self) -> None:
-        """Advance the statistics if enough rows are noted: 256, and 1 % of the earlier rows, or the first rows."""
-        is_due = (self._count >= _CHUNK and self._count * 100 >= self._total) or not self._total
+        """Advance the statistics if enough rows are recorded: 256, and 1 % of the earlier rows, or the first rows."""
+        is_due = (
+            self._pending_frames >= _CHUNK and self._pending_frames * 100 >= self._total_frames
+        ) or not self._total_frames
         if is_due and not self.frozen:
             self.advance()
 
     def advance(self) -> None:
-        """Add the noted steps of all ranks to the statistics."""
+        """Add the recorded steps of all ranks to the statistics."""
         self._reduce_rows()
         self._add(REWARD, self._scale.reduced())
-        noted, self._noted = self._noted, {}
-        self._total, self._count = self._total + self._count, 0
-        ranks: list[dict[Any, Moments]] = all_gather(noted)
+        pending, self._pending_moments = self._pending_moments, {}
+        self._total_frames, self._pending_frames = self._total_frames + self._pending_frames, 0
+        ranks: list[dict[Any, Moments]] = all_gather(pending)
         merged: dict[NestedKey, Moments] = {}
         for rank in ranks:
             for key, moments in rank.items():
@@ -204,21 +210,25 @@ class Normalization(Stateful):
     def forget_unfinished(self, env_ids: Tensor | slice = slice(None)) -> None:
         """Begin new reward sums for these environments."""
         self._add(REWARD, self._scale.reduced())
-        self._scale.cut(env_ids)
+        self._scale.reset(env_ids)
 
     def _reduce_rows(self) -> None:
-        self._waiting = 0
-        for key, parts in self._rows.items():
+        self._num_pending_rows = 0
+        for key, parts in self._pending_rows.items():
             if parts:
-                moments = Moments.of(_flat(parts))
+                moments = Moments.of(_flatten(parts))
                 parts.clear()
                 if not moments.mean.isfinite().all():
-                    raise ValueError(f"observation {key!r} holds values that are not finite: mend its environment.")
+                    raise ValueError(
+                        f"observation {key!r} must be finite, got NaN or infinity. Correct the environment."
+                    )
                 self._add(key, moments)
 
     def _add(self, key: NestedKey, moments: Moments | None) -> None:
         if moments is not None:
-            self._noted[key] = self._noted[key].merged(moments) if key in self._noted else moments
+            self._pending_moments[key] = (
+                self._pending_moments[key].merged(moments) if key in self._pending_moments else moments
+            )
 
     # ------------------------------------------------------------------ state
 
@@ -249,15 +259,21 @@ class Normalization(Stateful):
         check_state(state, {"observation": mapping, "reward": mapping}, "normalization")
         scale = Moments.none().restored(state["reward"], "moments of rewards")
         if bool(state["observation"]) != (self._normalizer is not None):
-            saw, sees = ("normalised", "raw") if state["observation"] else ("raw", "normalised")
+            stored_kind, current_kind = ("normalised", "raw") if state["observation"] else ("raw", "normalised")
             keys = [".".join(entry["key"]) for entry in state["observation"].get("entries", [])]
-            mend = f"data.normalize_observation={str(keys == ['observation']).lower()}"
+            remedy = f"data.normalize_observation={str(keys == ['observation']).lower()}"
             if keys not in ([], ["observation"]):
-                mend = f"'data.normalize_observation=[{','.join(keys)}]'"  # quotes, because a shell interprets brackets
-            raise ValueError(f"it learnt from {saw} observations, this run shows {sees} ones; say {mend}.")
+                remedy = (
+                    f"'data.normalize_observation=[{','.join(keys)}]'"  # quotes, because a shell interprets brackets
+                )
+            raise ValueError(
+                f"normalize_observation must equal the earlier run's: it used {stored_kind} observations, but this run "
+                f"uses {current_kind} ones. Set {remedy}."
+            )
         if self.frozen and self.reward and not scale.count:
             raise ValueError(
-                "it scaled no rewards, so that there is nothing to be frozen; say data.normalize_reward=false."
+                "normalize_reward must be False with freeze_statistics=True if the earlier run did not scale rewards, "
+                "got True. Set data.normalize_reward=false."
             )
         if self._normalizer is not None:
             self._normalizer.load_moments(state["observation"])
@@ -265,31 +281,35 @@ class Normalization(Stateful):
             self._scale.load_moments(scale)
 
     @property
-    def _kept_rows(self) -> list[Tensor]:
-        return [_flat(parts) for parts in self._rows.values() if parts]
+    def _saved_rows(self) -> list[Tensor]:
+        return [_flatten(parts) for parts in self._pending_rows.values() if parts]
 
-    @_kept_rows.setter
-    def _kept_rows(self, rows: Sequence[Tensor]) -> None:
-        self._rows = {key: [each.unsqueeze(0)] for key, each in zip(self._shapes(), rows, strict=False)}
-        self._waiting = len(rows[0]) if rows else 0
-        self._last = None
+    @_saved_rows.setter
+    def _saved_rows(self, rows: Sequence[Tensor]) -> None:
+        self._pending_rows = {
+            key: [entry_rows.unsqueeze(0)] for key, entry_rows in zip(self._shapes(), rows, strict=False)
+        }
+        self._num_pending_rows = len(rows[0]) if rows else 0
+        self._last_rollout = None
 
     @property
-    def _kept_moments(self) -> list[dict[str, Any] | None]:
-        return [self._noted[key].state_dict() if key in self._noted else None for key in self._shapes()]
+    def _saved_moments(self) -> list[dict[str, Any] | None]:
+        return [
+            self._pending_moments[key].state_dict() if key in self._pending_moments else None for key in self._shapes()
+        ]
 
-    @_kept_moments.setter
-    def _kept_moments(self, moments: dict[NestedKey, Moments]) -> None:
-        self._noted = moments
+    @_saved_moments.setter
+    def _saved_moments(self, moments: dict[NestedKey, Moments]) -> None:
+        self._pending_moments = moments
 
     def _read_moments(self, value: Any, name: str) -> dict[NestedKey, Moments]:
         shapes = self._shapes()
         if len(sequence(value, name)) != len(shapes):
             raise state_error(value, name, f"the moments of {len(shapes)} entries")
         return {
-            key: Moments.none(*shape).restored(its, f"moments of {key!r}")
-            for (key, shape), its in zip(shapes.items(), value, strict=True)
-            if its is not None
+            key: Moments.none(*shape).restored(state, f"moments of {key!r}")
+            for (key, shape), state in zip(shapes.items(), value, strict=True)
+            if state is not None
         }
 
     def _shapes(self) -> dict[NestedKey, tuple[int, ...]]:
@@ -298,6 +318,6 @@ class Normalization(Stateful):
         return {**{key: tuple(moments.mean.shape) for key, moments in observed.items()}, REWARD: ()}
 
 
-def _flat(parts: Sequence[Tensor]) -> Tensor:
+def _flatten(parts: Sequence[Tensor]) -> Tensor:
     """Flatten parts ``[N, T, *F]`` into rows ``[B, *F]``."""
     return torch.cat([part.flatten(0, 1) for part in parts])

@@ -24,7 +24,7 @@ from torchrl_lightning._core.trust import LARGEST, check_config
 from torchrl_lightning.callbacks.checkpoint_io import read_within_limits
 from torchrl_lightning.datamodules._run.arguments import check_fingerprint
 
-TO_GIVE = "to_give"
+UNSTORED_ARGUMENTS = "to_give"
 """State key for the names of arguments that are not in the stored settings."""
 _NOT_PLAIN: Any = object()
 
@@ -55,27 +55,27 @@ class RebuildableDataModule(PickleByValueMixin):
     _arguments: dict[str, Any] | None = None
     """The arguments of the outermost constructor, until they are stored."""
     _is_set_up = False
-    _held: dict[str, Any] | None = None
+    _pending_state: dict[str, Any] | None = None
     """A state that waits for ``setup``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
-            cls.__init__ = _recorded(cls.__init__)  # type: ignore[method-assign]
+            cls.__init__ = _record_arguments(cls.__init__)  # type: ignore[method-assign]
 
     def _store_settings(self) -> None:
         """Fill ``hparams`` from the arguments of the outermost constructor, and record the names of missing ones."""
         arguments, self._arguments = self._arguments or {}, None
         parameters = inspect.signature(type(self).__init__).parameters
-        hparams = {name: _plain(value) for name, value in arguments.items() if name not in self.NOT_IN_FILES}
+        hparams = {name: _to_plain(value) for name, value in arguments.items() if name not in self.NOT_IN_FILES}
         hparams = {name: value for name, value in hparams.items() if value is not _NOT_PLAIN}
-        self._to_give = [
+        self._unstored_arguments = [
             name
             for name, value in arguments.items()
             if name not in hparams and (name not in parameters or value is not parameters[name].default)
         ]
         # Lightning would collect the arguments of a constructor's frame, so pass the outermost frame instead.
-        *_, frame = _frames()
+        *_, frame = _outer_frames()
         cast(L.LightningDataModule, self).save_hyperparameters(hparams, logger=False, frame=frame)
 
     @classmethod
@@ -106,9 +106,9 @@ class RebuildableDataModule(PickleByValueMixin):
             OSError: The file does not exist or is not a regular file.
         """
         parameters = inspect.signature(cls.__init__).parameters
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         for name in kwargs:
-            if name not in parameters and not takes_any:
+            if name not in parameters and not accepts_any:
                 raise TypeError(f"{cls.__name__} has no setting {name!r}{did_you_mean(name, parameters)}")
         is_path = isinstance(checkpoint_path, str | os.PathLike)
         source = os.fspath(checkpoint_path) if is_path else checkpoint_path
@@ -117,80 +117,85 @@ class RebuildableDataModule(PickleByValueMixin):
         state = checkpoint.get(cls.__qualname__)
         if not isinstance(state, dict):
             raise ValueError(
-                f"{checkpoint_path} holds no state of a {cls.__qualname__}; name the checkpoint of a run with one."
+                f"{checkpoint_path} must contain the state of a {cls.__qualname__}, got none. Pass the checkpoint of a "
+                "run with this DataModule."
             )
         stored = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})  # type: ignore[attr-defined]
         if hparams_file is not None:
             stored = OmegaConf.to_container(read_config(os.fspath(hparams_file)))
-        known = {
+        settings = {
             name: value
             for name, value in stored.items()
-            if name not in kwargs and name not in cls.NOT_IN_FILES and (name in parameters or takes_any)
+            if name not in kwargs and name not in cls.NOT_IN_FILES and (name in parameters or accepts_any)
         }
-        check_config(known, where=f"the settings in {checkpoint_path}")
+        check_config(settings, where=f"the settings in {checkpoint_path}")
         required = [
-            name for name, each in list(parameters.items())[1:] if each.default is each.empty and _by_name(each)
+            name
+            for name, parameter in list(parameters.items())[1:]
+            if parameter.default is parameter.empty and _accepts_keyword(parameter)
         ]
-        to_give = [name for name in state.get(TO_GIVE, ()) if name in parameters or takes_any]
-        if missing := [name for name in dict.fromkeys([*required, *to_give]) if name not in {*known, *kwargs}]:
+        unstored = [name for name in state.get(UNSTORED_ARGUMENTS, ()) if name in parameters or accepts_any]
+        if missing := [name for name in dict.fromkeys([*required, *unstored]) if name not in {*settings, *kwargs}]:
             raise TypeError(
-                f"{cls.__name__}.load_from_checkpoint lacks {', '.join(f'{name}=' for name in missing)}: checkpoints "
-                "hold no environments, classes, functions, folders and data sets. Give what the run was built with."
+                f"{cls.__name__}.load_from_checkpoint needs {', '.join(f'{name}=' for name in missing)}: checkpoints "
+                "do not store environments, classes, functions, folders and data sets. Pass the arguments of the run."
             )
-        loaded = cls(**known, **kwargs)
+        loaded = cls(**settings, **kwargs)
         cast(L.LightningDataModule, loaded).load_state_dict(state)
         return loaded
 
-    def _hold(self, state: dict[str, Any], here: Mapping[str, Any]) -> None:
+    def _defer_state(self, state: dict[str, Any], fingerprint: Mapping[str, Any]) -> None:
         """Keep a state until ``setup``, when learner, buffer and ranks are known; restore counters and statistics.
 
         Args:
             state: The state of a run with the same fingerprint.
-            here: The known part of this run's fingerprint.
+            fingerprint: The known part of this run's fingerprint.
         """
-        check_fingerprint({name: state["fingerprint"].get(name) for name in here}, here)
-        run = state_of_rank(state["ranks"][:1], 0, 1)
+        check_fingerprint({name: state["fingerprint"].get(name) for name in fingerprint}, fingerprint)
+        rank_state = state_of_rank(state["ranks"][:1], 0, 1)
         data = cast(Any, self)
-        values = data._run.read_state(run)
-        for load, statistics in data._statistics(state):
+        run_state = data._run_state.read_state(rank_state)
+        for load, statistics in data._statistics_loaders(state):
             copy.deepcopy(load)(statistics)  # a copy raises errors before anything changes
         data.load_statistics(state)
-        data._run.apply_state(values)
+        data._run_state.apply_state(run_state)
         data._environments.restore_clipping(state.get("specs", {}), evaluates=False)
         data.seed = state.get("seed") if data.seed is None else data.seed
-        self._held = state
+        self._pending_state = state
 
-    def _restore_held(self) -> None:
+    def _restore_pending_state(self) -> None:
         """Restore the state that was loaded before ``setup``, if there is one."""
-        state, self._held = self._held, None
+        state, self._pending_state = self._pending_state, None
         if state is not None:
             cast(L.LightningDataModule, self).load_state_dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
         # Like Lightning's modules: the copy is attached to a trainer later.
-        return {**vars(self), "trainer": None, "_acting": None}
+        return {**vars(self), "trainer": None, "_learner_api_cache": None}
 
     def _user_values(self) -> dict[str, Any]:
-        own = vars(self)
-        values = {name: own[name] for name in self.NOT_IN_FILES if name in own}
-        return {name: value for name, value in values.items() if _plain(value) is _NOT_PLAIN} | {
+        attributes = vars(self)
+        values = {name: attributes[name] for name in self.NOT_IN_FILES if name in attributes}
+        return {name: value for name, value in values.items() if _to_plain(value) is _NOT_PLAIN} | {
             **super()._user_values()
         }
 
 
-def _recorded(init: Callable[..., None]) -> Callable[..., None]:
+def _record_arguments(init: Callable[..., None]) -> Callable[..., None]:
     """Wrap a constructor so that it first records its arguments by name, unless a subclass's constructor has."""
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         if self._arguments is None:
-            self._arguments = _named(init, self, args, kwargs)
+            self._arguments = _bind_arguments(init, self, args, kwargs)
         init(self, *args, **kwargs)
 
     return __init__
 
 
-def _named(init: Callable[..., None], part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _bind_arguments(
+    init: Callable[..., None], part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """Return arguments by name, with defaults; an empty dict if the constructor does not accept them."""
     signature = inspect.signature(init)
     try:
@@ -208,18 +213,18 @@ def _named(init: Callable[..., None], part: Any, args: tuple[Any, ...], kwargs: 
     return named
 
 
-def _by_name(parameter: inspect.Parameter) -> bool:
+def _accepts_keyword(parameter: inspect.Parameter) -> bool:
     return parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 
-def _frames() -> Iterator[Any]:
+def _outer_frames() -> Iterator[Any]:
     frame = inspect.currentframe()
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Convert a value to plain numbers, strings, booleans, None, lists and dicts; ``_NOT_PLAIN`` if impossible."""
     value = value.item() if isinstance(value, np.generic) else value
     if value is None or type(value) in (bool, float, str):
@@ -229,10 +234,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float | str) and not isinstance(value, Enum):
         return float(value) if isinstance(value, float) else str(value)
     if isinstance(value, Mapping):
-        made: Any = {key: _plain(each) for key, each in value.items()}
-        is_plain = all(type(key) is str and not key.startswith("_") for key in made)
-        return made if is_plain and _NOT_PLAIN not in made.values() else _NOT_PLAIN
+        items: Any = {key: _to_plain(item) for key, item in value.items()}
+        is_plain = all(type(key) is str and not key.startswith("_") for key in items)
+        return items if is_plain and _NOT_PLAIN not in items.values() else _NOT_PLAIN
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview | str):
-        made = [_plain(each) for each in value]
-        return _NOT_PLAIN if any(each is _NOT_PLAIN for each in made) else made
+        items = [_to_plain(item) for item in value]
+        return _NOT_PLAIN if any(item is _NOT_PLAIN for item in items) else items
     return _NOT_PLAIN

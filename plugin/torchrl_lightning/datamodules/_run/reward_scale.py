@@ -20,17 +20,17 @@ from torchrl_lightning.kernels.scan import discounted_scan
 _CHUNK = 256  # single steps are reduced to moments in chunks of this size
 
 
-def _side_by_side(noted: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    return [torch.cat(each, 1) for each in zip(*noted, strict=True)]
+def _concat_steps(rollouts: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    return [torch.cat(tensors, 1) for tensors in zip(*rollouts, strict=True)]
 
 
-def _rewards_and_ends(value: Any, name: str) -> list[tuple[Tensor, Tensor]]:
+def _read_pending(value: Any, name: str) -> list[tuple[Tensor, Tensor]]:
     if not sequence(value, name):
         return []
-    are_two = len(value) == 2 and all(
-        isinstance(each, Tensor) and each.ndim > 2 and each.layout is torch.strided for each in value
+    is_pair = len(value) == 2 and all(
+        isinstance(item, Tensor) and item.ndim > 2 and item.layout is torch.strided for item in value
     )
-    if not are_two or value[0].shape[:2] != value[1].shape[:2] or not value[0].is_floating_point():
+    if not is_pair or value[0].shape[:2] != value[1].shape[:2] or not value[0].is_floating_point():
         raise state_error(value, name, "rewards and ends of the same steps, [N, T, ...] each")
     if value[1].dtype != torch.bool:
         raise state_error(value[1], f"the second of {name}", "ends, of bool")
@@ -40,7 +40,7 @@ def _rewards_and_ends(value: Any, name: str) -> list[tuple[Tensor, Tensor]]:
 class RewardScale(Stateful):
     r"""Divide rewards by the standard deviation of \(y_t = \gamma y_{t-1} + r_t\), and clip them.
 
-    The sum starts again with each episode. Noted rewards change the deviation only after :meth:`load_moments`.
+    The sum starts again with each episode. Recorded rewards change the deviation only after :meth:`load_moments`.
 
     Args:
         clip: largest absolute value of a scaled reward.
@@ -50,7 +50,7 @@ class RewardScale(Stateful):
     OWNER = "reward scale"
     STATE = {
         "sums": Attribute(tensor(torch.float64, None), "_sums"),
-        "noted": Attribute(_rewards_and_ends, "_noted", _side_by_side),
+        "noted": Attribute(_read_pending, "_pending", _concat_steps),
         "gamma": Attribute(number(0.0, 1.0), "_gamma"),
         "env_ids": Attribute(optional(tensor(torch.int64, None)), "_env_ids"),
     }
@@ -66,9 +66,9 @@ class RewardScale(Stateful):
         # Subtracted value (always zero), and one over the standard deviation.
         self._constants = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
         self._sums = torch.zeros(0, dtype=torch.float64)  # the last sum of each environment
-        self._noted: list[tuple[Tensor, Tensor]] = []  # rewards and end flags of the same environments
+        self._pending: list[tuple[Tensor, Tensor]] = []  # rewards and end flags of the same environments
         self._env_ids: Tensor | None = None  # ids of these environments
-        self._steps = 0  # number of noted steps
+        self._steps = 0  # number of recorded steps
 
     def scale_(self, data: TensorDictBase) -> None:
         """Scale ``("next", "reward")`` in place of the raw rewards."""
@@ -80,7 +80,7 @@ class RewardScale(Stateful):
         put_entry(following, "reward", scaled(reward, zero, factor, self.clip))
 
     def note(self, reward: Tensor, done: Tensor, env_ids: Tensor | None, gamma: float) -> Moments | None:
-        """Note rewards and end flags of a rollout.
+        """Record rewards and end flags of a rollout.
 
         Args:
             reward: The rewards ``[N, T, *]``.
@@ -91,41 +91,41 @@ class RewardScale(Stateful):
         Returns:
             The moments of the sums if a chunk is full or ``env_ids`` changes, else None.
         """
-        before, self._gamma = None, gamma
+        earlier, self._gamma = None, gamma
         if env_ids is not self._env_ids:
-            before, self._env_ids = self.reduced(), env_ids
-        self._noted.append((reward.clone(), done.clone()))  # a collector may reuse its memory
+            earlier, self._env_ids = self.reduced(), env_ids
+        self._pending.append((reward.clone(), done.clone()))  # a collector may reuse its memory
         self._steps += done.shape[1]
-        return before if self._steps < _CHUNK else _joined(before, self.reduced())
+        return earlier if self._steps < _CHUNK else _merge(earlier, self.reduced())
 
     def reduced(self) -> Moments | None:
-        """Return the moments of the sums of noted rewards, and clear the rewards; None without noted rewards.
+        """Return the moments of the sums of recorded rewards, and clear the rewards; None without recorded rewards.
 
         Raises:
             ValueError: A reward is not finite.
         """
-        if not self._noted:
+        if not self._pending:
             return None
-        reward, done = (torch.cat(each, 1).cpu() for each in zip(*self._noted, strict=True))
-        self._noted, self._steps = [], 0
+        reward, done = (torch.cat(tensors, 1).cpu() for tensors in zip(*self._pending, strict=True))
+        self._pending, self._steps = [], 0
         reward = reward.flatten(2).sum(-1, dtype=torch.float64).T
-        goes_on = ~done.flatten(2).any(-1).T
+        continues = ~done.flatten(2).any(-1).T
         ids = torch.arange(reward.shape[1]) if self._env_ids is None else self._env_ids
         missing = int(ids.max()) + 1 - len(self._sums)
         if missing > 0:
             self._sums = torch.cat([self._sums, self._sums.new_zeros(missing)])
-        known = ids >= 0  # negative ids: the environment is unknown
-        before = torch.where(known, self._sums[ids], 0.0)
+        is_known = ids >= 0  # negative ids: the environment is unknown
+        initial = torch.where(is_known, self._sums[ids], 0.0)
         discount = torch.full_like(reward, self._gamma)
-        discount[1:] *= goes_on[:-1]
-        sums = discounted_scan(reward, discount, initial=before, reverse=False)
+        discount[1:] *= continues[:-1]
+        sums = discounted_scan(reward, discount, initial=initial, reverse=False)
         moments = Moments.of(sums.flatten())
         if not moments.mean.isfinite():
-            raise ValueError("rewards are not finite; their environment is at fault.")
-        self._sums[ids[known]] = (sums[-1] * goes_on[-1])[known]
+            raise ValueError("rewards must be finite, got NaN or infinity. Correct the environment.")
+        self._sums[ids[is_known]] = (sums[-1] * continues[-1])[is_known]
         return moments
 
-    def cut(self, env_ids: Tensor | slice = slice(None)) -> None:
+    def reset(self, env_ids: Tensor | slice = slice(None)) -> None:
         """Begin new sums for these environments; call :meth:`reduced` first."""
         if isinstance(env_ids, Tensor):
             env_ids = env_ids[env_ids < len(self._sums)]
@@ -139,13 +139,13 @@ class RewardScale(Stateful):
             self._constants = torch.zeros_like(factor), factor
 
     def _validate_consistency(self, values: Mapping[str, Any]) -> None:
-        ids, noted = values["env_ids"], values["noted"]
-        if ids is not None and noted and len(ids) != len(noted[0][0]):
-            raise state_error(ids, "'env_ids'", f"one of each of {len(noted[0][0])} environments")
+        ids, pending = values["env_ids"], values["noted"]
+        if ids is not None and pending and len(ids) != len(pending[0][0]):
+            raise state_error(ids, "'env_ids'", f"the ids of {len(pending[0][0])} environments")
 
     def _loaded(self) -> None:
-        self._steps = sum(done.shape[1] for _, done in self._noted)
+        self._steps = sum(done.shape[1] for _, done in self._pending)
 
 
-def _joined(one: Moments | None, other: Moments | None) -> Moments | None:
+def _merge(one: Moments | None, other: Moments | None) -> Moments | None:
     return other if one is None else one if other is None else one.merged(other)

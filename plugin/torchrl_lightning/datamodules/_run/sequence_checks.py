@@ -17,25 +17,25 @@ DEFAULT_MINI_BATCHES = 4
 HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "training_step")
 
 
-def stores_states(policy: Any, keys: Sequence[NestedKey]) -> bool:
+def has_recurrent_states(policy: Any, keys: Sequence[NestedKey]) -> bool:
     """Return whether a policy reads or declares one of the recurrent states ``keys``."""
     return is_recurrent([*PolicyApi.of(policy).in_keys, *recurrent_states(policy, 1)], keys)
 
 
-def serves_as_drawn(data: Any, learner: Any) -> bool:
+def passes_batches_unchanged(data: Any, learner: Any) -> bool:
     """Return whether batches reach the loss unchanged: the user has no hooks that may reshape them."""
     hooks = [getattr(part, name, None) for part in (data, learner) for name in HOOKS]
-    makers = (str(hook.__module__).partition(".")[0] for hook in hooks if hook is not None)
-    return all(maker in ("torchrl_lightning", "lightning", "pytorch_lightning") for maker in makers)
+    packages = (str(hook.__module__).partition(".")[0] for hook in hooks if hook is not None)
+    return all(package in ("torchrl_lightning", "lightning", "pytorch_lightning") for package in packages)
 
 
-def acts_recurrently(learner: Any, keys: Sequence[NestedKey]) -> bool:
+def has_recurrent_policy(learner: Any, keys: Sequence[NestedKey]) -> bool:
     """Return whether a learner's policy is recurrent, by the network's description or the built policy."""
-    abilities = LearnerApi.of(learner)
-    if abilities.has_memory:
+    api = LearnerApi.of(learner)
+    if api.has_memory:
         return True
-    policy = None if abilities.is_built is False else abilities.policy
-    return policy is not None and stores_states(policy, keys)
+    policy = None if api.is_built is False else api.policy
+    return policy is not None and has_recurrent_states(policy, keys)
 
 
 def check_whole_environments(num_envs: int, steps: int, number: int | None, size: int | None) -> None:
@@ -50,10 +50,10 @@ def check_whole_environments(num_envs: int, steps: int, number: int | None, size
     Examples:
         >>> check_whole_environments(4, 16, 3, None)
         Traceback (most recent call last):
-        ValueError: num_mini_batch=3 must divide num_envs=4: a mini-batch of a recurrent policy holds whole \
-environments. Take one of 1, 2, 4.
+        ValueError: num_mini_batch=3 must divide num_envs=4: a mini-batch of a recurrent policy contains \
+complete environments. Choose 1, 2 or 4.
     """
-    reason = "a mini-batch of a recurrent policy holds whole environments"
+    reason = "a mini-batch of a recurrent policy contains complete environments"
     divisors = [count for count in range(1, num_envs + 1) if num_envs % count == 0]
     if number is not None and size is not None:
         if number * size > num_envs:
@@ -69,18 +69,18 @@ environments. Take one of 1, 2, 4.
         return
     if number is not None:
         raise ValueError(
-            f"num_mini_batch={number} must divide num_envs={num_envs}: {reason}. Take one of {_listed(divisors)}."
+            f"num_mini_batch={number} must divide num_envs={num_envs}: {reason}. Choose {_join(divisors)}."
         )
     if size is not None:
         sizes = [frames // count for count in reversed(divisors)]
         raise ValueError(
-            f"mini_batch_size={size} must be the steps of whole environments, {steps} each, for a number of "
-            f"mini-batches that divides num_envs={num_envs}: {reason}. Take one of {_listed(sizes)}."
+            f"mini_batch_size={size} must be the steps of complete environments, {steps} each, for a number of "
+            f"mini-batches that divides num_envs={num_envs}: {reason}. Choose {_join(sizes)}."
         )
-    fitting = max(count for count in divisors if count <= batches)
+    largest = max(count for count in divisors if count <= batches)
     raise ValueError(
-        f"num_envs={num_envs} must be a multiple of {batches}, the default of num_mini_batch: {reason}. Give "
-        f"num_mini_batch={fitting}, or another number of environments."
+        f"num_envs={num_envs} must be a multiple of {batches}, the default of num_mini_batch: {reason}. Set "
+        f"num_mini_batch={largest}, or change num_envs."
     )
 
 
@@ -99,26 +99,27 @@ def check_windows(buffer: Any, steps: int | None, recurrent: bool) -> None:
     known = SequenceSampler, PrioritizedSampler, UniformSampler, RandomSampler, SamplerWithoutReplacement
     if recurrent and length is None and isinstance(sampler, known):
         raise ValueError(
-            f"sampler={kind} draws single steps, but a recurrent network learns from sequences. Take a SequenceSampler "
-            "(data=sequence), a sampler with a batch_length, or a network without a memory."
+            f"sampler must draw sequences for a recurrent network, got {kind}, which draws single steps. Use a "
+            "SequenceSampler (data=sequence), a sampler with a batch_length, or a network without memory."
         )
     length = length or 1
     pads = isinstance(sampler, SequenceSampler) and sampler.episode_ends == "pad"
-    needed = sampler.burn_in + 1 if pads else length
-    needed += SamplerApi.of(sampler).num_earliest_frames_ignored
+    required = sampler.burn_in + 1 if pads else length
+    required += SamplerApi.of(sampler).num_earliest_frames_ignored
     num_envs = getattr(buffer.writer, "num_envs", 1)  # TorchRL's writers have no environments
-    room = buffer.storage.max_size // num_envs
-    if needed > room:
+    capacity = buffer.storage.max_size // num_envs
+    if required > capacity:
         raise ValueError(
-            f"batch_length={length} of {kind} needs {needed} steps of one environment, but the buffer holds {room} of "
-            "each. Take shorter windows, or raise the buffer's max_size."
+            f"batch_length={length} of {kind} needs {required} steps of one environment, but the buffer stores at most "
+            f"{capacity} steps of each. Choose shorter windows, or raise the buffer's max_size."
         )
-    if steps is not None and needed > steps:
+    if steps is not None and required > steps:
         raise ValueError(
-            f"batch_length={length} of {kind} needs {needed} steps of one environment, but before the first update "
-            f"each has made {steps}. Raise warmup_frames to {needed * num_envs} or more, or take shorter windows."
+            f"batch_length={length} of {kind} needs {required} steps of one environment, but before the first update "
+            f"each has made {steps}. Raise warmup_frames to {required * num_envs} or more, or choose shorter windows."
         )
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
+def _join(numbers: Sequence[int]) -> str:
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last

@@ -12,7 +12,7 @@ from torchrl_lightning._core.errors import IncompatibleError
 from torchrl_lightning._core.files import check_writable
 from torchrl_lightning.replay import ExperienceBuffer
 
-KEPT = 2
+NUM_KEPT = 2
 _RUN, _NAME = re.compile(r"[0-9a-f]{8}"), re.compile(r"after_\d+_[0-9a-f]{8}")
 
 
@@ -45,11 +45,11 @@ class BufferSnapshots:
         self.folder.mkdir(parents=True, exist_ok=True)
         buffer.dumps(self.folder / name)
         self._written.append(name)
-        if len(self._written) >= KEPT:
-            self._remove_all_but(self._written[-KEPT:])
+        if len(self._written) >= NUM_KEPT:
+            self._remove_others(self._written[-NUM_KEPT:])
         return {"folder": str(self.folder), "run": self.run, "name": name}
 
-    def _remove_all_but(self, names: list[str]) -> None:
+    def _remove_others(self, names: list[str]) -> None:
         # This includes states of a killed process that did not write its checkpoint.
         for old in self.folder.iterdir():
             if old.name not in names and _NAME.fullmatch(old.name):
@@ -62,8 +62,8 @@ class BufferSnapshots:
             FileNotFoundError: The state no longer exists; the message names the existing states.
             ValueError: The state is damaged or does not fit the buffer, or the reference is invalid.
         """
-        found = snapshot_of(reference, self.root, rank=self.rank)
-        buffer.loads(found)
+        path = snapshot_of(reference, self.root, rank=self.rank)
+        buffer.loads(path)
         self.run, self._written = str(reference["run"]), []
 
 
@@ -81,20 +81,20 @@ def snapshot_of(reference: dict[str, Any], root: Path, *, rank: int | None = Non
     """
     run, name, recorded = (str(reference.get(key)) for key in ("run", "name", "folder"))
     if not (_RUN.fullmatch(run) and _NAME.fullmatch(name)):
-        raise ValueError(f"the checkpoint refers to a replay buffer as {run!r}, {name!r}, which we never wrote.")
+        raise ValueError(f"the checkpoint's reference to a replay buffer is invalid: run={run!r}, name={name!r}.")
     written = Path(recorded)
-    here = root / run / (written.name if rank is None else f"rank_{rank}")
-    found = next((folder for folder in (here, written) if (folder / name).is_dir()), None)
-    if found is None:
-        there = sorted(path.name for path in written.glob("after_*"))
+    current = root / run / (written.name if rank is None else f"rank_{rank}")
+    parent = next((folder for folder in (current, written) if (folder / name).is_dir()), None)
+    if parent is None:
+        existing = sorted(path.name for path in written.glob("after_*"))
         raise FileNotFoundError(
-            f"the checkpoint refers to the replay buffer {written / name}, which is neither there nor in {here}; "
-            f"there is {', '.join(there) or 'none'}. A run keeps its newest {KEPT}: resume from its last one, "
-            "or pass the buffer_dir that its folder was moved to."
+            f"the checkpoint refers to the replay buffer {written / name}, which is missing there and in {current}. "
+            f"Existing buffers: {', '.join(existing) or 'none'}. A run keeps the newest {NUM_KEPT}: resume from its "
+            "last checkpoint, or set buffer_dir to the new place of a moved folder."
         )
-    if (found / name).is_symlink():
-        raise ValueError(f"the replay buffer {found / name} is a link, which we never write.")
-    return found / name
+    if (parent / name).is_symlink():
+        raise ValueError(f"the replay buffer {parent / name} must be a folder, got a symbolic link.")
+    return parent / name
 
 
 def check_folder(folder: Path, mode: str, checkpoint_buffer: str) -> None:
@@ -108,6 +108,6 @@ def check_folder(folder: Path, mode: str, checkpoint_buffer: str) -> None:
     if mode != "beside":
         raise IncompatibleError(
             f"buffer_dir must be None with checkpoint_buffer={checkpoint_buffer!r} on one rank, got {str(folder)!r}, "
-            "to which nothing would be written. Leave it out, or give checkpoint_buffer='beside'."
+            "to which nothing would be written. Leave it out, or set checkpoint_buffer='beside'."
         )
     check_writable(folder, "buffer_dir")

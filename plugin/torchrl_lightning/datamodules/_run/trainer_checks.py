@@ -21,10 +21,10 @@ from torchrl_lightning._core.protocols import LearnerApi
 from torchrl_lightning._core.torch_defaults import check_default_device, check_gradients_allowed
 
 _FOR_MANUAL_OPTIMIZATION: dict[type[Callback], str] = {
-    GradientAccumulationScheduler: "Take larger mini-batches",
+    GradientAccumulationScheduler: "Use larger mini-batches",
     LearningRateFinder: "Search for the rate by hparams_search=optuna, or set learning_rate",
     StochasticWeightAveraging: "Use WeightAveraging or EMAWeightAveraging",
-    SpikeDetection: "Watch the logged losses, or clip gradients by max_grad_norm",
+    SpikeDetection: "Monitor the logged losses, or clip gradients by max_grad_norm",
 }
 """Callbacks that need the result of ``training_step`` or Lightning's own optimization, each with its remedy."""
 
@@ -50,23 +50,23 @@ def check_trainer(trainer: Any, learner: Any) -> None:
         kind = type(callback).__name__
         if isinstance(callback, BatchSizeFinder):
             raise IncompatibleError(
-                f"callbacks must not hold a {kind}, which repeats fits, and each would collect frames of the run. Set "
-                "the size of mini-batches."
+                f"callbacks must not contain a {kind}: it repeats fits, and each fit would collect frames of the run. "
+                "Set the size of mini-batches."
             )
         if not learner.automatic_optimization and (remedy := _remedy(callback, _FOR_MANUAL_OPTIMIZATION)):
             raise IncompatibleError(
-                f"callbacks must not hold a {kind}, which needs automatic optimization, but {name} has "
+                f"callbacks must not contain a {kind}, which needs automatic optimization, but {name} has "
                 f"automatic_optimization=False. {remedy}."
             )
         if builds_networks and (remedy := _remedy(callback, _FOR_OWN_NETWORKS)):
             raise IncompatibleError(
-                f"callbacks must not hold a {kind}, which exchanges parameters that {name} updates in place. {remedy}."
+                f"callbacks must not contain a {kind}, because it replaces parameters that {name} updates "
+                f"in place. {remedy}."
             )
     if trainer.gradient_clip_algorithm is not None and trainer.gradient_clip_val is None:
         raise IncompatibleError(
-            f"gradient_clip_algorithm={trainer.gradient_clip_algorithm} of the trainer must come with "
-            f"gradient_clip_val, got None, which clips nothing. Leave it out, and use max_grad_norm of {name}, if it "
-            "has one."
+            f"gradient_clip_val must be set with gradient_clip_algorithm={trainer.gradient_clip_algorithm.value!r} of "
+            f"the trainer, got None, which clips nothing. Leave both out, and use max_grad_norm of {name} if it exists."
         )
 
 
@@ -85,8 +85,8 @@ def check_batches(trainer: Any, training: int, validation: int) -> None:
     for setting, batches, limit in (limits, (name or "limit_val_batches", validation, trainer.limit_val_batches)):
         if isinstance(limit, float) and limit > 0 and int(batches * limit) == 0:
             raise IncompatibleError(
-                f"{setting} must be at least {1 / batches:.4g}, 0 or an integer, got {limit} of {batches} batches, of "
-                "which nothing is left. Give a number of batches."
+                f"{setting} must be at least {1 / batches:.4g}, 0 or an integer, got {limit}, which leaves none of "
+                f"{batches} batches. Set a number of batches."
             )
     limit = limits[2]
     served = min(training, limit) if isinstance(limit, int) else int(training * limit)
@@ -95,7 +95,7 @@ def check_batches(trainer: Any, training: int, validation: int) -> None:
     if isinstance(interval, int) and per_epoch and 0 < served < interval:
         raise IncompatibleError(
             f"val_check_interval must be at most {served}, the training batches of the first epoch, got {interval}. "
-            "Lower it, or give check_val_every_n_epoch=None, with which it counts batches of the whole run."
+            "Lower it, or set check_val_every_n_epoch=None, so that it counts the batches of the whole run."
         )
 
 

@@ -28,15 +28,15 @@ class WaitingMonitors:
     def __init__(self) -> None:
         self._changed: list[tuple[Any, str, Any]] = []  # callback, attribute, original value
 
-    def wait(self, trainer: Any, later: Collection[str]) -> None:
-        """Switch off callbacks that monitor a missing metric of ``later``, until the next call."""
+    def wait(self, trainer: Any, delayed: Collection[str]) -> None:
+        """Switch off callbacks that monitor a missing metric of ``delayed``, until the next call."""
         self.release()
         known = trainer.callback_metrics
         for callback in (*trainer.early_stopping_callbacks, *trainer.checkpoint_callbacks):
             if not isinstance(callback, EarlyStopping | ModelCheckpoint):
                 continue
             name, off = ("strict", False) if isinstance(callback, EarlyStopping) else ("save_top_k", 0)
-            if callback.monitor in later and callback.monitor not in known:
+            if callback.monitor in delayed and callback.monitor not in known:
                 self._changed.append((callback, name, getattr(callback, name)))
                 setattr(callback, name, off)
 
@@ -61,33 +61,33 @@ class DataHooks(SparseCallback):
         if self not in trainer.callbacks:
             trainer.callbacks.insert(0, self)
 
-    def is_of(self, trainer: Any) -> bool:
+    def is_active_in(self, trainer: Any) -> bool:
         """Return whether the trainer currently uses this DataModule; a later fit may use another one."""
         return trainer.datamodule is self.data
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Delay Ctrl-C until the end of a step; not with several ranks, which would stop at different steps."""
-        if self.is_of(trainer) and trainer.world_size == 1:
+        if self.is_active_in(trainer) and trainer.world_size == 1:
             interrupts.hold(self.data)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Publish the DataModule's metrics before the callbacks that monitor them run."""
-        if self.is_of(trainer):
+        if self.is_active_in(trainer):
             self.data.publish_metrics()
-            self._monitors.wait(trainer, self._later(trainer, pl_module))
+            self._monitors.wait(trainer, self._delayed_metrics(trainer, pl_module))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the next callbacks wait for metrics that come later."""
-        if self.is_of(trainer) and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._monitors.wait(trainer, self._later(trainer, pl_module))
+        if self.is_active_in(trainer) and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._monitors.wait(trainer, self._delayed_metrics(trainer, pl_module))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log a warning for callbacks that never received an episode metric of training."""
         for callback in self._monitors.release():
             if callback.monitor in self.data.episode_metrics:
                 logger.warning(
-                    "monitor=%s of %s had no value in this run: no episode has ended. It had no effect; raise "
-                    "total_frames or give the environment a time limit.",
+                    "monitor=%s of %s had no value and no effect in this run, because no episode ended. Raise "
+                    "total_frames or set a time limit for the environment.",
                     callback.monitor,
                     type(callback).__name__,
                 )
@@ -102,7 +102,7 @@ class DataHooks(SparseCallback):
         """Restore other callbacks."""
         self._monitors.release()
 
-    def _later(self, trainer: Trainer, pl_module: LightningModule) -> tuple[str, ...]:
+    def _delayed_metrics(self, trainer: Trainer, pl_module: LightningModule) -> tuple[str, ...]:
         """Return the metrics that exist only after the first finished episode, in training or in an evaluation."""
         evaluated = LearnerApi.of(pl_module).evaluation_metrics
         is_evaluated = not trainer.enable_validation or any(name in trainer.callback_metrics for name in evaluated)
@@ -110,7 +110,7 @@ class DataHooks(SparseCallback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Publish the DataModule's metrics for callbacks that run at the end of an evaluation."""
-        if self.is_of(trainer) and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+        if self.is_active_in(trainer) and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self.data.publish_metrics()
 
 
@@ -124,7 +124,7 @@ class StepHooks(DataHooks):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """End the step."""
-        if self.is_of(trainer):
+        if self.is_active_in(trainer):
             self.data.end_step()
 
 
@@ -133,7 +133,7 @@ class ReplayHooks(StepHooks):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Write a buffer that is stored beside the checkpoint, and add its reference to the checkpoint."""
-        if self.is_of(trainer) and self.data.save_buffer():
+        if self.is_active_in(trainer) and self.data.save_buffer():
             checkpoint[type(self.data).__qualname__] = self.data.state_dict()
 
 
@@ -143,8 +143,8 @@ class FitHooks(DataHooks):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop training if all frames are collected and the last fit has ended."""
         super().on_train_epoch_end(trainer, pl_module)
-        if self.is_of(trainer):
-            self.data.stop_if_spent()
+        if self.is_active_in(trainer):
+            self.data.stop_if_finished()
 
 
 @contextmanager

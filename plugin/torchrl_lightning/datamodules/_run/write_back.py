@@ -24,8 +24,8 @@ def check_later_keys(keys: Sequence[NestedKey] | None, n_steps: int) -> None:
     later = [key for key in keys or () if path_of(key)[0] == NEXT]
     if n_steps > 1 and later:
         raise ValueError(
-            f"write_back must name entries outside of 'next' with n_steps={n_steps}, got {later[0]!r}, which a batch "
-            "holds of a later step. Leave it out, or take n_steps=1."
+            f"write_back must name entries outside of 'next' with n_steps={n_steps}, got {later[0]!r}, which belongs "
+            "to a later step in a batch. Leave it out, or set n_steps=1."
         )
 
 
@@ -64,12 +64,12 @@ def check_stored_keys(keys: Sequence[NestedKey] | None, buffer: Any, batch: Tens
         batch: The batch.
     """
     for key in keys or ():
-        paths = [path_of(each) for each in batch.keys(True, True)]
+        paths = [path_of(name) for name in batch.keys(True, True)]
         if len(buffer):
             paths = [path for path, _ in leaves_of(buffer.storage.tree) if path in paths]
         path = path_of(key)
-        if all(other[: len(path)] != path for other in paths):
-            raise _unknown_key(key, {".".join(other) for other in paths})
+        if all(stored_path[: len(path)] != path for stored_path in paths):
+            raise _unknown_key(key, {".".join(stored_path) for stored_path in paths})
 
 
 def _unknown_key(key: NestedKey, names: Collection[str]) -> ValueError:

@@ -84,51 +84,55 @@ class BranchedReplay(Settings, Stateful, ConfigSafe):
 
     OWNER = "branched replay"
     STATE = {
-        "mixed": Attribute(of=lambda own: own._restored, at="_mixed", form=lambda own: own.state_dict(copy=False)),
+        "mixed": Attribute(
+            of=lambda replay: replay._restore_mixture, at="_mixture", form=lambda replay: replay.state_dict(copy=False)
+        ),
         "split": Child(),
         "fits": Attribute(bounded_integer()),
         "fitted_at": Attribute(bounded_integer(), "_fitted_at"),
-        "rows": Attribute(list_of(bounded_integer()), "_rows"),
+        "rows": Attribute(list_of(bounded_integer()), "_rows_per_fit"),
     }
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0.0 < self.real_ratio < 1.0:
             raise ValueError(
-                f"real_ratio must be above 0 and below 1, got {self.real_ratio!r}; for real rows alone, take no source."
+                f"real_ratio must be above 0 and below 1, got {self.real_ratio!r}. Leave source= out to draw only real "
+                "rows."
             )
         if self.buffer.n_steps > 1:
             raise ValueError(
-                f"branches are imagined step by step, but the buffer has n_steps={self.buffer.n_steps}; take 1."
+                f"n_steps of the buffer must be 1, because branches are generated step by step, got "
+                f"{self.buffer.n_steps}. Set n_steps=1."
             )
         between = self.lengthened_between
-        numbers = list(between) if isinstance(between, Sequence) else [between]
-        if len(numbers) != 2 or numbers != sorted(integer(rows, "lengthened_between", 0) for rows in numbers):
-            raise ValueError(f"lengthened_between={numbers} must be two numbers in ascending order.")
-        self.lengthened_between = tuple(numbers)
-        self.require_effect("first_length", self.first_length == self.last_length or numbers[1], "lengthened_between")
-        grows = self.first_length != self.last_length or not numbers[1]
+        bounds = list(between) if isinstance(between, Sequence) else [between]
+        if len(bounds) != 2 or bounds != sorted(integer(rows, "lengthened_between", 0) for rows in bounds):
+            raise ValueError(f"lengthened_between must be two integers in ascending order, got {bounds}.")
+        self.lengthened_between = tuple(bounds)
+        self.require_effect("first_length", self.first_length == self.last_length or bounds[1], "lengthened_between")
+        grows = self.first_length != self.last_length or not bounds[1]
         self.require_effect("lengthened_between", grows, "a last_length that differs from first_length")
         self.split = HoldoutSplit(self.validation_fraction, self.max_validation)
         self.fits = 0
         self._fitted_at = 0  # rows written
-        self._rows: list[int] = []  # generated rows of each of the last fits
-        self._mixed = self.mixture(self.rows_of(self.length(0)))
+        self._rows_per_fit: list[int] = []  # generated rows of each of the last fits
+        self._mixture = self.make_mixture(self.max_rows(self.length(0)))
 
-    def _restored(self, value: Any, name: str) -> MixedReplay:
+    def _restore_mixture(self, value: Any, name: str) -> MixedReplay:
         """Return the branches of a state in a buffer of the saved size, because the size grows with their length."""
-        largest = self.rows_of(max(self.first_length, self.last_length))
+        largest = self.max_rows(max(self.first_length, self.last_length))
         others = check_state(value, {"others": sequence}, MixedReplay.OWNER)["others"]
         state = check_state(others[0] if others else None, {"storage": mapping}, ExperienceBuffer.OWNER)["storage"]
         size = check_state(state, {"max_size": bounded_integer(1, largest)}, RingStorage.OWNER)["max_size"]
-        mixed = self.mixture(size)
-        mixed.load_state_dict(value)
-        return mixed
+        mixture = self.make_mixture(size)
+        mixture.load_state_dict(value)
+        return mixture
 
     @property
     def imagined(self) -> ExperienceBuffer:
         """The buffer of branches."""
-        return self._mixed.buffers[1]
+        return self._mixture.buffers[1]
 
     def length(self, written: int) -> int:
         """Return the length of branches after a number of written rows.
@@ -145,30 +149,30 @@ class BranchedReplay(Settings, Stateful, ConfigSafe):
             return self.first_length
         return self.first_length + int((written - begin) * (self.last_length - self.first_length) / (end - begin))
 
-    def rows_of(self, length: int) -> int:
+    def max_rows(self, length: int) -> int:
         """Return the largest total number of rows for branches of a length."""
         return self.fits_kept * self.branches_per_fit * max(length, self.first_length)
 
-    def _imagined(self, size: int, old: ExperienceBuffer | None = None) -> ExperienceBuffer:
+    def _make_branch_buffer(self, size: int, old: ExperienceBuffer | None = None) -> ExperienceBuffer:
         """Return a buffer of ``size`` branch rows with the newest rows of an old buffer."""
         storage = RingStorage(size, device=self.buffer.storage.device)
         # The first fit seeds it.
         generator = torch.Generator() if old is None else old.generator
-        made = ExperienceBuffer(storage=storage, generator=generator, check_successors=False)
+        branches = ExperienceBuffer(storage=storage, generator=generator, check_successors=False)
         if old is not None and len(old):
             writer = old.writer
             ages = torch.arange(int(writer.oldest[0]), int(writer.positions[0]))[-size:]
-            made.extend(self._like_real(old.storage.get(writer.cell(torch.zeros_like(ages), ages))))
-        return made
+            branches.extend(self._like_real(old.storage.get(writer.cell(torch.zeros_like(ages), ages))))
+        return branches
 
     def _like_real(self, rows: TensorDictBase) -> TensorDictBase:
         """Convert imagined rows to the dtypes of the real rows."""
         real = self.buffer.storage.data
         return rows.named_apply(lambda key, value: cast_rounded(value, real.get(key).dtype), nested_keys=True)
 
-    def mixture(self, size: int) -> MixedReplay:
-        """Return the mixture of real rows and an empty buffer of ``size`` branch rows."""
-        return MixedReplay(self.buffer, [self._imagined(size)], [self.real_ratio, 1.0 - self.real_ratio])
+    def make_mixture(self, size: int) -> MixedReplay:
+        """Return a mixture of real rows and an empty buffer of ``size`` branch rows."""
+        return MixedReplay(self.buffer, [self._make_branch_buffer(size)], [self.real_ratio, 1.0 - self.real_ratio])
 
     # ------------------------------------------------------------------ fits
 
@@ -177,9 +181,8 @@ class BranchedReplay(Settings, Stateful, ConfigSafe):
         if learner is None or LearnerApi.of(learner).can_imagine:
             return None
         return (
-            f"{type(learner).__name__} imagines no branches for {type(self).__name__}; choose a learner that does, "
-            "such as model=mbpo (MBPOModule, or one with fit_dynamics and imagine), or another stream, such as "
-            "data=uniform."
+            f"{type(self).__name__} needs a learner with fit_dynamics and imagine, got {type(learner).__name__}. "
+            "Choose one, such as model=mbpo (MBPOModule), or another DataModule, such as data=uniform."
         )
 
     def check_first_fit(self, steps: int, seed: int) -> None:
@@ -199,8 +202,8 @@ class BranchedReplay(Settings, Stateful, ConfigSafe):
         if training in (0, rows):
             raise ValueError(
                 f"validation_fraction={self.validation_fraction} and max_validation={self.max_validation} leave none "
-                f"of {rows} rows for {'validation' if training else 'training'} when the first fit begins. Choose "
-                "another fraction, or raise warmup_frames."
+                f"of {rows} rows for {'validation' if training else 'training'} when the first fit begins. Change "
+                "validation_fraction, or raise warmup_frames."
             )
 
     def prepare(self, module: Any) -> None:
@@ -218,24 +221,26 @@ class BranchedReplay(Settings, Stateful, ConfigSafe):
         rows = storage.get(training)
         module.fit_dynamics(rows, storage.get(validation))
         length = self.length(written)
-        drawn = torch.randint(len(cells), (self.branches_per_fit,), generator=self.imagined.generator)
-        branches = module.imagine(storage.get(cells[drawn]), length)
-        keys, given = (list(each.keys(True, True)) for each in (rows, branches))
-        if unknown := [key for key in keys if key not in given]:
+        starts = torch.randint(len(cells), (self.branches_per_fit,), generator=self.imagined.generator)
+        branches = module.imagine(storage.get(cells[starts]), length)
+        keys, branch_keys = (list(batch.keys(True, True)) for batch in (rows, branches))
+        if unknown := [key for key in keys if key not in branch_keys]:
             raise ValueError(
-                f"the buffer stores {', '.join(map(repr, unknown))}, which no world model imagines; store what agents "
-                "learn from alone."
+                f"the buffer must store only entries that the world model generates, got "
+                f"{', '.join(map(repr, unknown))}. Exclude them from the buffer."
             )
-        branches, held = self._like_real(branches.select(*keys)), self.imagined.storage.data
-        size = self.rows_of(length)
+        branches, stored = self._like_real(branches.select(*keys)), self.imagined.storage.data
+        size = self.max_rows(length)
         # Earlier releases stored imagined observations as floating-point numbers.
-        if size != self.imagined.storage.max_size or (held is not None and describe(held, 1) != describe(branches, 1)):
-            self._mixed.buffers[1] = self._imagined(size, self.imagined)
-        kept = self._rows[max(0, len(self._rows) - self.fits_kept + 1) :]
-        if (surplus := len(self.imagined) - sum(kept)) > 0:  # rows of earlier fits
+        if size != self.imagined.storage.max_size or (
+            stored is not None and describe(stored, 1) != describe(branches, 1)
+        ):
+            self._mixture.buffers[1] = self._make_branch_buffer(size, self.imagined)
+        rows_per_fit = self._rows_per_fit[max(0, len(self._rows_per_fit) - self.fits_kept + 1) :]
+        if (surplus := len(self.imagined) - sum(rows_per_fit)) > 0:  # rows of earlier fits
             self.imagined.writer.drop(surplus)
         self.imagined.extend(branches.to(storage.device))
-        self._rows = [*kept, len(branches)]
+        self._rows_per_fit = [*rows_per_fit, len(branches)]
         self.fits, self._fitted_at = self.fits + 1, written
 
     # ------------------------------------------------------------------ a source of batches
@@ -246,11 +251,11 @@ class BranchedReplay(Settings, Stateful, ConfigSafe):
         Raises:
             RuntimeError: There are no branches yet.
         """
-        return self._mixed.draw(batch_size)
+        return self._mixture.draw(batch_size)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Do nothing: imagined rows have no priorities, and real rows are drawn in the same way."""
 
     def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> None:
         """Write rewritten entries of a batch back into their cells."""
-        self._mixed.write_back(batch, keys)
+        self._mixture.write_back(batch, keys)

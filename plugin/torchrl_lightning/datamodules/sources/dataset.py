@@ -34,26 +34,26 @@ class BufferedDataset:
 
     def __init__(self, dataset: Any, env: Any, specs: EnvironmentSpecs, buffer: ExperienceBuffer) -> None:
         self._specs, self._buffer = specs, buffer
-        self._placed = placed(buffer, read_dataset(dataset, env), f"dataset={dataset}")
+        self._demonstrations = placed(buffer, read_dataset(dataset, env), f"dataset={dataset}")
 
-    def write(self, policy: Any, note: Callable[[TensorDictBase, Tensor], None] | None) -> None:
+    def write(self, policy: Any, update_statistics: Callable[[TensorDictBase, Tensor], None] | None) -> None:
         """Write the demonstrations and free them, unless a checkpoint has already filled the buffer.
 
         Args:
             policy: the policy; if it is recurrent, each step stores its initial states.
-            note: adds rows ``[1, T]`` of an environment to the statistics; None to leave the statistics unchanged.
+            update_statistics: adds rows ``[1, T]`` of an environment to the statistics; None to leave them unchanged.
         """
         if len(self._buffer):
             return
         states = recurrent_states(policy, 1)
-        while self._placed:
-            ring, demonstration = self._placed.popleft()  # frees the demonstration
+        while self._demonstrations:
+            ring, demonstration = self._demonstrations.popleft()  # frees the demonstration
             rows = transitions(demonstration, self._specs)
             for key, state in states.items():
                 rows[key] = rows["next", *path_of(key)] = state.expand(len(rows), *state.shape[1:])
             write_episode(self._buffer, ring, rows)
-            if note is not None:
-                note(rows.unsqueeze(0), torch.tensor([ring]))
+            if update_statistics is not None:
+                update_statistics(rows.unsqueeze(0), torch.tensor([ring]))
 
 
 class DatasetMix:
@@ -72,30 +72,30 @@ class DatasetMix:
     def __init__(self, make_buffer: Callable[..., ExperienceBuffer], share: float, dataset: Any, source: Any) -> None:
         if not 0 < share < 1:
             raise ValueError(
-                f"dataset_share={share} must be between 0 and 1; leave it out to draw from data and what is collected "
-                "alike, and frames_per_update, too, to learn from the data alone."
+                f"dataset_share must be above 0 and below 1, got {share}. Leave it out to sample data and collected "
+                "steps alike; leave frames_per_update out, too, to learn only from the data."
             )
         if dataset is None or source is not None:
             raise ValueError(
-                f"dataset_share={share} mixes what is collected with a data set; give dataset= and no source=, or "
-                "leave it out."
+                f"dataset_share must be None without dataset= or with source=, got {share}. Set dataset= and leave "
+                "source= out, or leave dataset_share out."
             )
         # A copy: storage and sampler of a partial serve only one buffer, which is the buffer of collected steps.
         self._make, self._share = copy.deepcopy(make_buffer), share
 
     def __call__(self, buffer: ExperienceBuffer) -> MixedReplay:
         """Return the source over the buffer of collected steps and a second, still empty buffer for the data."""
-        # One ring holds episodes of any length. The discount is the one of the first buffer.
+        # One ring holds episodes of any length. The discount is the discount of the first buffer.
         data = build_buffer(self._make, buffer, trial=True, num_envs=1)
         return MixedReplay(buffer, [data], [1 - self._share, self._share])
 
 
-def refuse_collection(collector: Any, warmup_frames: float, total_frames: int) -> None:
+def check_no_collection(collector: Any, warmup_frames: float, total_frames: int) -> None:
     """Raise a ValueError if a run without collection has settings of collection."""
-    given = {"collector": collector, "warmup_frames": warmup_frames or None}
-    given["total_frames"] = None if total_frames == -1 else total_frames
-    if useless := [f"{name}={value}" for name, value in given.items() if value is not None]:
+    settings = {"collector": collector, "warmup_frames": warmup_frames or None}
+    settings["total_frames"] = None if total_frames == -1 else total_frames
+    if unused := [f"{name}={value}" for name, value in settings.items() if value is not None]:
         raise ValueError(
-            f"{', '.join(useless)}: with dataset= and frames_per_update=0 nothing is collected. Leave it out "
-            "(max_epochs, max_steps or max_time of the trainer end such a run), or give frames_per_update=1."
+            f"{', '.join(unused)} would have no effect: with dataset= and frames_per_update=0 the run collects no "
+            "frames. Leave it out (max_epochs, max_steps or max_time end the run), or set frames_per_update=1."
         )

@@ -21,11 +21,11 @@ from torchrl_lightning._core.trust import ConfigSafe
 from torchrl_lightning._core.validators import exact_ratio
 from torchrl_lightning.replay import ExperienceBuffer
 
-WIDEST = 1 << 2000  # denominators of ratios with many digits exceed 64 bits
+LARGEST_INTEGER = 1 << 2000  # denominators of ratios with many digits exceed 64 bits
 
 
-def _pairs(owed: list[Fraction]) -> list[list[int]]:
-    return [[each.numerator, each.denominator] for each in owed]
+def _to_pairs(owed: list[Fraction]) -> list[list[int]]:
+    return [[fraction.numerator, fraction.denominator] for fraction in owed]
 
 
 class MixedReplay(Stateful, ConfigSafe):
@@ -45,39 +45,41 @@ class MixedReplay(Stateful, ConfigSafe):
 
     Examples:
         >>> from tensordict import TensorDict
-        >>> own, demonstrations = ExperienceBuffer(), ExperienceBuffer()
-        >>> for number, buffer in enumerate((own, demonstrations)):
+        >>> online, demonstrations = ExperienceBuffer(), ExperienceBuffer()
+        >>> for number, buffer in enumerate((online, demonstrations)):
         ...     _ = buffer.extend(TensorDict({"a": torch.full((3,), number)}, [3]))
-        >>> MixedReplay(own, [demonstrations], [0.75, 0.25]).draw(4)["source"].tolist()
+        >>> MixedReplay(online, [demonstrations], [0.75, 0.25]).draw(4)["source"].tolist()
         [0, 0, 0, 1]
     """
 
     OWNER = "mixed replay"
     STATE = {
-        "others": Attribute(of=lambda mixed: mixed._read_others, at="_others"),
-        "owed": Attribute(of=lambda mixed: mixed._read_owed, at="_owed", form=_pairs),
+        "others": Attribute(of=lambda mixed: mixed._validate_others, at="_others"),
+        "owed": Attribute(of=lambda mixed: mixed._validate_owed, at="_owed", form=_to_pairs),
     }
 
     def __init__(self, buffer: ExperienceBuffer, others: Sequence[ExperienceBuffer], ratios: Sequence[float]) -> None:
         self.buffers = [buffer, *others]
         if len(ratios) != len(self.buffers) or not all(0 < ratio < math.inf for ratio in ratios):
-            raise ValueError(f"ratios={list(ratios)} must be {len(self.buffers)} positive numbers, one for a buffer.")
+            raise ValueError(
+                f"ratios must be {len(self.buffers)} positive numbers, one for each buffer, got {list(ratios)}."
+            )
         self.ratios = list(map(exact_ratio, ratios))
         total = float(sum(self.ratios))
         if abs(total - 1) > 1e-5:
-            raise ValueError(f"ratios={list(ratios)} sum to {total:g}; they must sum to 1.")
+            raise ValueError(f"ratios must sum to 1, got {list(ratios)} with the sum {total:g}.")
         self.ratios[0] = 1 - sum(self.ratios[1:], Fraction(0))
         if self.ratios[0] <= 0:
-            raise ValueError(f"ratios={list(ratios)} leave nothing for the first buffer; they must sum to 1.")
+            raise ValueError(f"ratios must sum to 1, got {list(ratios)}, which leaves no rows for the first buffer.")
         self._owed = [Fraction(0)] * len(self.buffers)
 
-    def _shares(self, batch_size: int) -> tuple[list[int], list[Fraction]]:
+    def _partition(self, batch_size: int) -> tuple[list[int], list[Fraction]]:
         """Return each buffer's number of rows in the next batch, and the fractions that carry over."""
         due = [owed + ratio * batch_size for owed, ratio in zip(self._owed, self.ratios, strict=True)]
-        shares = [int(ratio * batch_size) for ratio in self.ratios]
-        for _ in range(batch_size - sum(shares)):
-            shares[max(range(len(due)), key=lambda number: due[number] - shares[number])] += 1
-        return shares, [each - share for each, share in zip(due, shares, strict=True)]
+        sizes = [int(ratio * batch_size) for ratio in self.ratios]
+        for _ in range(batch_size - sum(sizes)):
+            sizes[max(range(len(due)), key=lambda number: due[number] - sizes[number])] += 1
+        return sizes, [fraction - size for fraction, size in zip(due, sizes, strict=True)]
 
     def draw(self, batch_size: int) -> TensorDictBase:
         """Draw a batch ``[batch_size, *]``.
@@ -86,20 +88,20 @@ class MixedReplay(Stateful, ConfigSafe):
             RuntimeError: A buffer is empty.
             ValueError: The buffers' batches have different entries.
         """
-        (shares, owed), parts = self._shares(batch_size), []
-        for number, (buffer, share) in enumerate(zip(self.buffers, shares, strict=True)):
+        (sizes, owed), parts = self._partition(batch_size), []
+        for number, (buffer, size) in enumerate(zip(self.buffers, sizes, strict=True)):
             if not len(buffer):
-                raise RuntimeError(f"buffer {number} of {len(self.buffers)} is empty; fill it before the first batch.")
-            if share:
-                part = buffer.draw(share)
+                raise RuntimeError(f"buffer {number} of {len(self.buffers)} is empty. Fill it before the first batch.")
+            if size:
+                part = buffer.draw(size)
                 parts.append(part.set(SOURCE, torch.full(part.batch_size, number, device=part.device)))
-        batch = _joined(parts, torch.Size([batch_size, *parts[0].batch_size[1:]]))
+        batch = _concat(parts, torch.Size([batch_size, *parts[0].batch_size[1:]]))
         if batch is None:
             keys = [set(part.keys(True, True)) for part in parts]
             differing = sorted(map(str, set.union(*keys) - set.intersection(*keys)))
             raise ValueError(
-                f"the buffers' batches differ in {', '.join(differing)}. Store the same entries in all of them, and "
-                "give them samplers of one kind."
+                f"the buffers' batches differ in {', '.join(differing)}. Store the same entries in all buffers, and "
+                "use the same sampler class."
             )
         self._owed = owed
         return batch
@@ -136,42 +138,42 @@ class MixedReplay(Stateful, ConfigSafe):
         for buffer, state in zip(self.buffers[1:], states, strict=True):
             buffer.load_state_dict(state)
 
-    def _read_others(self, value: Any, name: str) -> Sequence[dict[str, Any]]:
+    def _validate_others(self, value: Any, name: str) -> Sequence[dict[str, Any]]:
         states = sequence(value, name)
         if len(states) + 1 != len(self.buffers):
-            raise ValueError(f"the state is that of {len(states) + 1} mixed buffers, but here are {len(self.buffers)}.")
+            raise ValueError(f"the state has {len(states) + 1} mixed buffers, expected {len(self.buffers)}.")
         for buffer, state in zip(self.buffers[1:], states, strict=True):
             buffer.check_state(state)
         return states
 
-    def _read_owed(self, value: Any, name: str) -> list[Fraction]:
+    def _validate_owed(self, value: Any, name: str) -> list[Fraction]:
         if len(sequence(value, name)) != len(self.buffers):
             raise state_error(value, name, f"{len(self.buffers)} fractions")
-        for each in value:
-            if not isinstance(each, list | tuple) or len(each) != 2:
-                raise state_error(each, f"an entry of {name}", "a numerator and a denominator")
-            bounded_integer(-WIDEST, WIDEST)(each[0], f"a numerator in {name}")
-            bounded_integer(1, WIDEST)(each[1], f"a denominator in {name}")
-        return [Fraction(*each) for each in value]
+        for pair in value:
+            if not isinstance(pair, list | tuple) or len(pair) != 2:
+                raise state_error(pair, f"an entry of {name}", "a numerator and a denominator")
+            bounded_integer(-LARGEST_INTEGER, LARGEST_INTEGER)(pair[0], f"a numerator in {name}")
+            bounded_integer(1, LARGEST_INTEGER)(pair[1], f"a denominator in {name}")
+        return [Fraction(*pair) for pair in value]
 
 
-def _joined(parts: Sequence[TensorDictBase], shape: torch.Size) -> TensorDictBase | None:
+def _concat(parts: Sequence[TensorDictBase], shape: torch.Size) -> TensorDictBase | None:
     """Concatenate parts faster than ``torch.cat``; return None if they have different entries.
 
     Args:
         parts: ``[b, *]`` each.
         shape: batch shape of the result.
     """
-    levels = list(map(raw_items, parts))
-    keys = levels[0].keys()
-    for level in levels:
-        if level.keys() != keys:
+    items = list(map(raw_items, parts))
+    keys = items[0].keys()
+    for part_items in items:
+        if part_items.keys() != keys:
             return None
     entries: dict[str, Any] = {}
     for key in keys:
-        values = list(map(itemgetter(key), levels))
-        joined = _joined(values, shape) if is_tensordict(values[0]) else torch.cat(values)
-        if joined is None:
+        values = list(map(itemgetter(key), items))
+        concatenated = _concat(values, shape) if is_tensordict(values[0]) else torch.cat(values)
+        if concatenated is None:
             return None
-        entries[key] = joined
+        entries[key] = concatenated
     return new_tensordict(entries, shape, parts[0].names if len(shape) > 1 else None, parts[0].device)

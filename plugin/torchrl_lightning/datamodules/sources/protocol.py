@@ -42,16 +42,16 @@ class BatchSource(Protocol):
 def build_source(make: Callable[..., Any], buffer: Any, folder: Path) -> Any:
     """Build a source over a buffer; pass a folder if the factory has an unbound parameter ``folder``."""
     bound = make.keywords if isinstance(make, partial) else {}
-    takes = "folder" in signature(make).parameters and "folder" not in bound
-    return make(buffer, folder=folder) if takes else make(buffer)
+    has_folder = "folder" in signature(make).parameters and "folder" not in bound
+    return make(buffer, folder=folder) if has_folder else make(buffer)
 
 
-def check_rows(source: Any, are_missed: bool) -> None:
+def check_rows(source: Any, needs_rows: bool) -> None:
     """Raise a ValueError if another process writes rows into the source that this process must normalise."""
-    if are_missed:
+    if needs_rows:
         raise ValueError(
-            "normalize_observation and normalize_reward need the rows, which this collector writes straight into "
-            f"the {type(source).__name__}. Leave them out, or take collector=process."
+            "normalize_observation and normalize_reward must be False if the collector writes rows directly into a "
+            f"{type(source).__name__}. Leave them out, or set collector=process."
         )
 
 
@@ -69,23 +69,29 @@ def check_source(source: Any, learner: Any, *, normalizes: bool, has_data: bool)
         ValueError: The source does not fit the other arguments.
     """
     check_discount(source, learner)
-    wanted = [name for name in vars(BatchSource) if not name.startswith("_")]
-    if lacking := [name for name in wanted if getattr(source, name, None) is None]:
-        raise TypeError(f"source= gave a {type(source).__name__}, which has no {', '.join(lacking)}.")
-    abilities = SourceApi.of(source)
-    if normalizes and abilities.prepare is not None:
-        raise ValueError(
-            f"{type(source).__name__} shows the module what is stored, but normalize_observation has it "
-            "learn from other numbers; leave it out."
+    required = [name for name in vars(BatchSource) if not name.startswith("_")]
+    if missing := [name for name in required if getattr(source, name, None) is None]:
+        raise TypeError(
+            f"source= must build a source with the methods {', '.join(required)}, got a {type(source).__name__} "
+            f"without {', '.join(missing)}."
         )
-    if not abilities.keeps_rows:
+    api = SourceApi.of(source)
+    if normalizes and api.prepare is not None:
+        raise ValueError(
+            f"normalize_observation must be False with {type(source).__name__}, which passes raw stored steps to the "
+            "module. Leave it out."
+        )
+    if not api.keeps_rows:
         return
     if has_data:
         raise ValueError(
-            f"dataset= fills the buffer, but {type(source).__name__} keeps the rows elsewhere; leave one of them out."
+            f"dataset must be None with {type(source).__name__}, which stores the rows outside of the buffer. Leave "
+            "one of them out."
         )
-    if abilities.samples_per_insert is not None:
-        raise ValueError("samples_per_insert says the same as frames_per_update of the DataModule; leave it out.")
+    if api.samples_per_insert is not None:
+        raise ValueError(
+            "samples_per_insert must be None, because frames_per_update of the DataModule sets the ratio. Leave it out."
+        )
 
 
 def buffers_of(source: Any, buffer: ExperienceBuffer) -> Sequence[ExperienceBuffer]:
