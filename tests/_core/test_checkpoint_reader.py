@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from torchrl_lightning._core.checkpoint_reader import load_checkpoint
-from torchrl_lightning._core.checksums import checksum, foreign_tensors, verify_checksums, with_own_numbers
+from torchrl_lightning._core.checksums import checksum, invalid_tensors, verify_checksums, with_own_numbers
 from torchrl_lightning._core.file_limits import PICKLE_OPERATIONS
 
 MB = 1 << 20
@@ -42,15 +42,15 @@ def rewritten(
     more: dict[str, bytes] | None = None,
 ) -> io.BytesIO:
     """Return a file of torch.save with another pickle, or with more records."""
-    made, source = io.BytesIO(), zipfile.ZipFile(saved({"x": torch.zeros(8)} if content is None else content))
-    with source, zipfile.ZipFile(made, "w", compression) as archive:
+    target, source = io.BytesIO(), zipfile.ZipFile(saved({"x": torch.zeros(8)} if content is None else content))
+    with source, zipfile.ZipFile(target, "w", compression) as archive:
         for record in source.infolist():
             is_pickle = pickled is not None and record.filename.endswith("data.pkl")
             archive.writestr(record.filename, pickled if is_pickle else source.read(record))
         for name, data in (more or {}).items():
             archive.writestr(name, data)
-    made.seek(0)
-    return made
+    target.seek(0)
+    return target
 
 
 class Tied(nn.Module):
@@ -109,29 +109,29 @@ LEGAL: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", LEGAL)
-def test_plain_content_is_read_as_torch_reads_it(name: str, tmp_path: Path) -> None:
+def test_load_checkpoint_equals_torch_load_for_plain_content(name: str, tmp_path: Path) -> None:
     content = LEGAL[name]()
     torch.save(content, tmp_path / "a.ckpt")
     expected = torch.load(tmp_path / "a.ckpt", weights_only=True)
-    for found in (
+    for loaded in (
         load_checkpoint(tmp_path / "a.ckpt"),
         load_checkpoint(str(tmp_path / "a.ckpt"), mapped=True),
         load_checkpoint(saved(content)),
     ):
-        assert checksum(found) == checksum(expected)
-        assert str(found) == str(expected)
-        assert pickle.dumps(found).count(b"Parameter") == pickle.dumps(expected).count(b"Parameter")
+        assert checksum(loaded) == checksum(expected)
+        assert str(loaded) == str(expected)
+        assert pickle.dumps(loaded).count(b"Parameter") == pickle.dumps(expected).count(b"Parameter")
 
 
-def test_shared_memory_stays_shared_and_the_file_does_not_change(tmp_path: Path) -> None:
+def test_mapped_tensors_keep_shared_storage_and_leave_the_file_unchanged(tmp_path: Path) -> None:
     torch.save(Tied().state_dict(), tmp_path / "a.ckpt")
     before = (tmp_path / "a.ckpt").read_bytes()
     for mapped in (False, True):
-        found = load_checkpoint(tmp_path / "a.ckpt", mapped=mapped)
-        assert found["a.weight"].data_ptr() == found["b.weight"].data_ptr()
-        found["rows"][0] = -1.0
-        assert found["turned"][0, 0] == -1.0
-        assert found._metadata == Tied().state_dict()._metadata
+        loaded = load_checkpoint(tmp_path / "a.ckpt", mapped=mapped)
+        assert loaded["a.weight"].data_ptr() == loaded["b.weight"].data_ptr()
+        loaded["rows"][0] = -1.0
+        assert loaded["turned"][0, 0] == -1.0
+        assert loaded._metadata == Tied().state_dict()._metadata
     assert (tmp_path / "a.ckpt").read_bytes() == before
 
 
@@ -172,32 +172,32 @@ def operations(*codes: bytes) -> bytes:
     return b"\x80\x02" + b"".join(codes) + b"."
 
 
-def named(name: str, *arguments: Any) -> bytes:
+def pickled_call(name: str, *arguments: Any) -> bytes:
     """Return a pickle that calls a name."""
-    module, _, last = name.rpartition(".")
+    module, _, attribute = name.rpartition(".")
     inner = pickle.dumps(arguments, 2)[2:-1]
-    return operations(f"c{module}\n{last}\n".encode(), inner, b"R")
+    return operations(f"c{module}\n{attribute}\n".encode(), inner, b"R")
 
 
 PICKLES: dict[str, bytes] = {
-    "a bytearray of 3 GB": named("builtins.bytearray", 3 << 30),
-    "a bytearray by its old name": named("__builtin__.bytearray", 3 << 30),
-    "bytes of 3 GB": named("builtins.bytes", 3 << 30),
-    "a range": named("builtins.range", 3),
-    "a call": named("os.system", "true"),
-    "an array": named("numpy.zeros", 3 << 30),
-    "a tensor by its class": named("torch.FloatTensor", 3 << 28),
-    "a tensor by a function": named("torch.zeros", 3 << 28),
-    "a storage by its class": named("torch.FloatStorage", 3 << 28),
-    "an untyped storage": named("torch.storage.UntypedStorage", 3 << 28),
+    "a bytearray of 3 GB": pickled_call("builtins.bytearray", 3 << 30),
+    "a bytearray by its old name": pickled_call("__builtin__.bytearray", 3 << 30),
+    "bytes of 3 GB": pickled_call("builtins.bytes", 3 << 30),
+    "a range": pickled_call("builtins.range", 3),
+    "a call": pickled_call("os.system", "true"),
+    "an array": pickled_call("numpy.zeros", 3 << 30),
+    "a tensor by its class": pickled_call("torch.FloatTensor", 3 << 28),
+    "a tensor by a function": pickled_call("torch.zeros", 3 << 28),
+    "a storage by its class": pickled_call("torch.FloatStorage", 3 << 28),
+    "an untyped storage": pickled_call("torch.storage.UntypedStorage", 3 << 28),
     "a class": operations(b"cbuiltins\ndict\n"),
     "a name for a value": operations(b"ctorch\nTensor\n"),
     "a name in a list": operations(b"](ctorch\nFloatStorage\ne"),
     "a name in a tuple in a list": operations(b"](ctorch\nFloatStorage\n\x85e"),
-    "a set of a number": named("builtins.set", 1 << 40),
-    "an encoding that grows": named("_codecs.encode", "x", "utf-32"),
-    "a parameter of nothing": named("torch._utils._rebuild_parameter", None, True, None),
-    "a shape of 3 GB": named("torch.Size", 3 << 30),
+    "a set of a number": pickled_call("builtins.set", 1 << 40),
+    "an encoding that grows": pickled_call("_codecs.encode", "x", "utf-32"),
+    "a parameter of nothing": pickled_call("torch._utils._rebuild_parameter", None, True, None),
+    "a shape of 3 GB": pickled_call("torch.Size", 3 << 30),
     "more than the storage": pickled({"x": tensor((9,), (1,))}),
     "behind the storage": pickled({"x": tensor((8,), (1,), 1)}),
     "before the storage": pickled({"x": tensor((8,), (1,), -1)}),
@@ -264,11 +264,11 @@ def check_cheap(file: io.BytesIO) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PICKLES if name != "a memo that is far"])
-def test_hostile_pickle_is_refused_cheaply(name: str) -> None:
+def test_hostile_pickle_raises_with_little_memory(name: str) -> None:
     check_cheap(rewritten(PICKLES[name]))
 
 
-def test_memo_may_have_any_number() -> None:
+def test_memo_index_may_be_any_number() -> None:
     assert load_checkpoint(rewritten(PICKLES["a memo that is far"])) is None
 
 
@@ -276,11 +276,11 @@ def zeros(size: int) -> io.BytesIO:
     return rewritten(content={"x": torch.zeros(size // 4)}, compression=zipfile.ZIP_DEFLATED)
 
 
-def twice() -> io.BytesIO:
-    made = saved({"x": torch.zeros(8)})
-    with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(made, "a") as archive:
+def duplicated_record() -> io.BytesIO:
+    file = saved({"x": torch.zeros(8)})
+    with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(file, "a") as archive:
         archive.writestr("archive/data/0", bytes(32))
-    return made
+    return file
 
 
 def patched(change: Callable[[bytearray], Any]) -> io.BytesIO:
@@ -298,7 +298,7 @@ FILES: dict[str, Callable[[], io.BytesIO]] = {
     "a deflated pickle": lambda: rewritten(operations(b"N0" * 10**7), compression=zipfile.ZIP_DEFLATED),
     "bzip2": lambda: rewritten(compression=zipfile.ZIP_BZIP2),
     "lzma": lambda: rewritten(compression=zipfile.ZIP_LZMA),
-    "a record twice": twice,
+    "a record twice": duplicated_record,
     "two roots": lambda: rewritten(more={"other/data.pkl": b"\x80\x02N."}),
     "another order of bytes": lambda: patched(lambda data: data.__setitem__(data.index(b"little"), 0)),
     "a long directory": lambda: patched(directory_of(1 << 30)),
@@ -313,7 +313,7 @@ FILES: dict[str, Callable[[], io.BytesIO]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_hostile_file_is_refused_cheaply(name: str) -> None:
+def test_hostile_file_raises_with_little_memory(name: str) -> None:
     check_cheap(FILES[name]())
 
 
@@ -338,7 +338,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     ],
     ids=["an expanded tensor", "a tensor often", "a text often", "keys often", "windows"],
 )
-def test_checksums_are_not_computed_over_more_than_there_is(content: dict[str, Any]) -> None:
+def test_checksums_are_bounded_by_the_stored_memory(content: dict[str, Any]) -> None:
     memory, seconds = measured(lambda: verify_checksums(content, "a.ckpt"))
     assert memory < 200
     assert seconds < 10
@@ -353,11 +353,11 @@ def test_checksum_of_a_transposed_tensor_takes_little_memory() -> None:
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 100
 
 
-def test_tensor_that_repeats_its_numbers_is_named_and_copied_when_it_is_saved() -> None:
+def test_expanded_tensor_is_reported_and_copied_before_saving() -> None:
     content = {"a": {"b": [1, torch.ones(1, 3).expand(4, 3)]}, "c": torch.zeros(3)}
-    assert list(foreign_tensors(content)) == ["a.b.1"]
+    assert list(invalid_tensors(content)) == ["a.b.1"]
     copied = with_own_numbers(content)
-    assert not list(foreign_tensors(copied))
+    assert not list(invalid_tensors(copied))
     assert torch.equal(copied["a"]["b"][1], content["a"]["b"][1])
     assert copied["c"] is content["c"]
     assert content["a"]["b"][1].stride() == (0, 1)

@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 
-from torchrl_lightning._core.checksums import SEAL, add_checksums, checksum, foreign_tensors, verify_checksums
+from torchrl_lightning._core.checksums import SEAL, add_checksums, checksum, invalid_tensors, verify_checksums
 
 STATE = {
     "state_dict": collections.OrderedDict(
@@ -24,7 +24,7 @@ def sealed():
     return checkpoint
 
 
-def test_what_is_written_is_what_is_read():
+def test_checksums_verify_after_saving_and_loading():
     checkpoint = sealed()
     assert set(checkpoint[SEAL]) == {"state_dict", "optimizer_states", "empty"}
     file = io.BytesIO()
@@ -48,35 +48,35 @@ def test_what_is_written_is_what_is_read():
         {"other": (torch.eye(3).to_sparse(),)},
     ],
 )
-def test_what_has_changed_is_refused(change):
-    with pytest.raises(ValueError, match=r"a\.ckpt .*take another checkpoint"):
+def test_changed_checkpoint_raises(change):
+    with pytest.raises(ValueError, match=r"a\.ckpt .*use another checkpoint"):
         verify_checksums({**sealed(), **change}, "a.ckpt")
 
 
-def test_sum_depends_on_each_bit_and_not_on_memory():
+def test_checksum_depends_on_each_bit_but_not_on_memory_layout():
     tensor = torch.randn(5, 7)
     assert checksum(tensor.t().contiguous().t()) == checksum(tensor) != checksum(-tensor)
     assert checksum(torch.zeros(1)) != checksum(-torch.zeros(1))
     assert len({checksum(value) for value in (None, 0, 0.0, False, "0", [0], (0, 0), {0: 0}, {"0": 0})}) == 9
     assert checksum({1: "a", "b": 2}) == checksum({"b": 2, 1: "a"})
-    assert list(foreign_tensors({"a": [torch.zeros(1), torch.zeros(1, device="meta")]})) == ["a.1"]
+    assert list(invalid_tensors({"a": [torch.zeros(1), torch.zeros(1, device="meta")]})) == ["a.1"]
 
 
-def test_flipped_bit_is_never_another_weight():
+def test_flipped_bit_raises_instead_of_changing_a_weight():
     file = io.BytesIO()
     torch.save(sealed(), file)
-    whole = file.getvalue()
-    refused = 0
-    for place in torch.randint(len(whole) * 8, (300,), generator=torch.Generator().manual_seed(0)).tolist():
-        data = bytearray(whole)
-        data[place // 8] ^= 1 << place % 8
+    content = file.getvalue()
+    num_errors = 0
+    for bit in torch.randint(len(content) * 8, (300,), generator=torch.Generator().manual_seed(0)).tolist():
+        data = bytearray(content)
+        data[bit // 8] ^= 1 << bit % 8
         try:
-            found = torch.load(io.BytesIO(data), weights_only=True)
-            verify_checksums(found, "a.ckpt")
+            loaded = torch.load(io.BytesIO(data), weights_only=True)
+            verify_checksums(loaded, "a.ckpt")
         except Exception:  # the readers of zip and pickle raise anything
-            refused += 1
+            num_errors += 1
         else:
             # A bit of a name changes it wherever it stands: then the entry is missing.
-            for name in {"state_dict", "optimizer_states"} & set(found):
-                assert checksum(found[name]) == checksum(STATE[name])
-    assert refused > 50
+            for name in {"state_dict", "optimizer_states"} & set(loaded):
+                assert checksum(loaded[name]) == checksum(STATE[name])
+    assert num_errors > 50

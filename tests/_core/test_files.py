@@ -58,7 +58,7 @@ def test_files_reach_the_disk_before_they_have_their_names(tmp_path: Path, monke
     assert did == ["fsync", "fsync", "data", "manifest", "fsync"]
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     write_state(tmp_path / "state", {"a": 1})
     for name in ("state-0123456789abcdef.bin", ".state-0123456789abcdef.bin.fedcba9876543210.tmp"):
         (tmp_path / "state" / name).touch()
@@ -72,7 +72,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     assert read_state(tmp_path / "state") == {"a": 2}
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_state_folder_round_trip(tmp_path: Path) -> None:
     # A single number out of a column has the column's stride, though it is contiguous.
     number = torch.arange(8).reshape(4, 2)[1:2, 1]
     state = {"rows": torch.arange(3), "number": number, "nested": {"number": 0.5, "pair": (1, None)}}
@@ -83,7 +83,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 LEFT = ".other.bin.fedcba9876543210.tmp"
 
 
-def test_leftovers_of_any_name_go_at_the_next_save_and_what_is_being_written_stays(tmp_path: Path) -> None:
+def test_leftovers_are_removed_at_the_next_save_but_files_in_use_stay(tmp_path: Path) -> None:
     (tmp_path / ".run.fedcba9876543210.tmp").mkdir()
     (tmp_path / ".run.fedcba9876543210.tmp" / "state.json").touch()
     for name in (LEFT, ".hidden.tmp", "other.bin"):
@@ -96,12 +96,12 @@ def test_leftovers_of_any_name_go_at_the_next_save_and_what_is_being_written_sta
             pass
     (tmp_path / LEFT).symlink_to(tmp_path / "other.bin")
     write_state(tmp_path / "again", {"a": 1})
-    kept = [".hidden.tmp", LEFT, "again", "one", "other.bin", "state", "two"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    expected = [".hidden.tmp", LEFT, "again", "one", "other.bin", "state", "two"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == expected
 
 
 @pytest.mark.parametrize("hook", ["register_save_hook", "register_load_hook"])
-def test_hooks_that_would_be_ignored_are_refused(hook: str) -> None:
+def test_ignored_checkpoint_hooks_raise(hook: str) -> None:
     with pytest.raises(TypeError, match="NoCheckpointerMixin"):
         getattr(NoCheckpointerMixin(), hook)(print)
 

@@ -61,31 +61,31 @@ def heavy() -> list[str]:
     return [name for name in sys.modules if name.startswith("heavy_one")]
 
 
-def test_nothing_is_imported_until_it_is_used_nor_left_behind(light: ModuleType) -> None:
+def test_stubs_import_nothing_before_use_and_are_removed(light: ModuleType) -> None:
     assert heavy() == []
     assert light.told() == 1
     assert not light.fits(1)
     assert heavy() == []
 
 
-def test_later_import_gets_the_real_module(light: ModuleType) -> None:
+def test_import_after_the_context_loads_the_real_module(light: ModuleType) -> None:
     module = import_module("heavy_one.below")
     assert (module.value, type(module), type(sys.modules["heavy_one"])) == (3, ModuleType, ModuleType)
 
 
-def test_bound_names_resolve_to_the_real_module_when_they_are_used(light: ModuleType) -> None:
-    thing = light.made()
+def test_lazy_attributes_resolve_to_the_real_module_on_use(light: ModuleType) -> None:
+    instance = light.made()
     module = import_module("heavy_one")
     assert not isinstance(module, StubModule)
-    assert type(thing) is module.Thing
-    assert light.fits(thing)
+    assert type(instance) is module.Thing
+    assert light.fits(instance)
     assert not light.fits(1)
     assert light.Thing.size == light.heavy_one.Thing.size == 2
     assert light.heavy_one.below.value == 3
     assert issubclass(new_class("Own", (light.Thing,)), module.Thing)
 
 
-def test_module_that_is_needed_meanwhile_is_imported(folder: Path) -> None:
+def test_module_used_within_the_context_is_imported(folder: Path) -> None:
     with stub_modules({"heavy_one": {"tell": lambda function: function}}):
         light = import_module("light_one")
         assert light.made().size == 2
@@ -104,7 +104,7 @@ def test_calls_of_the_compiler_are_repeated_when_it_is_imported() -> None:
     calls, compiling = DeferredCompilerCalls(), []
 
     @calls.disable
-    def told(x: torch.Tensor) -> torch.Tensor:
+    def recording(x: torch.Tensor) -> torch.Tensor:
         compiling.append(torch.compiler.is_compiling())
         return x + 1
 
@@ -115,16 +115,16 @@ def test_calls_of_the_compiler_are_repeated_when_it_is_imported() -> None:
     def constant() -> int:
         return 2
 
-    assert told(torch.ones(())) == 2
-    assert not hasattr(told, "_torchdynamo_disable")
+    assert recording(torch.ones(())) == 2
+    assert not hasattr(recording, "_torchdynamo_disable")
     calls.repeat_on_import()
-    assert told._torchdynamo_disable
+    assert recording._torchdynamo_disable
     assert idle._torchdynamo_disable
     assert constant._dynamo_marked_constant
 
     @torch.compile(backend="eager")
     def compiled(x: torch.Tensor) -> torch.Tensor:
-        return told(x * constant())
+        return recording(x * constant())
 
     assert compiled(torch.ones(())) == 3
     assert compiling == [False, False]

@@ -19,12 +19,12 @@ def root(key: object) -> str:
     return path[0]
 
 
-def test_documented_names_stand_for_reserved_keys() -> None:
+def test_documented_names_map_to_reserved_keys() -> None:
     assert {root(key) for key in (*DOCUMENTED.values(), *REFINEMENTS.values())} <= RESERVED | SEEN
 
 
-def test_every_key_that_an_argument_names_by_default_is_reserved() -> None:
-    found = {}
+def test_default_keys_of_arguments_are_reserved() -> None:
+    arguments = {}
     for name in torchrl_lightning.__all__:
         public = getattr(torchrl_lightning, name)
         if not callable(public):
@@ -33,12 +33,12 @@ def test_every_key_that_an_argument_names_by_default_is_reserved() -> None:
             default = parameter.default
             if argument.endswith(("_key", "_keys")) and default and default is not parameter.empty:
                 keys = nested_keys(default) if argument.endswith("s") else [default]
-                found |= {root(key): f"{name}({argument}=)" for key in keys}
-    assert len(found) > 10
-    assert {key: where for key, where in found.items() if key not in RESERVED | SEEN} == {}
+                arguments |= {root(key): f"{name}({argument}=)" for key in keys}
+    assert len(arguments) > 10
+    assert {key: argument_name for key, argument_name in arguments.items() if key not in RESERVED | SEEN} == {}
 
 
-def test_several_names_are_named_together() -> None:
+def test_error_lists_several_reserved_names() -> None:
     check_observed(["observation", "achieved_goal", "image"])
     with pytest.raises(ValueError, match=r"'done', 'mask'.*rename={done: last_done, mask: last_mask}"):
         check_observed(["mask", "image", "done"])

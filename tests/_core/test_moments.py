@@ -16,7 +16,7 @@ samples = arrays(np.float64, st.tuples(st.integers(1, 40), st.just(3)), elements
 
 
 @given(samples, st.lists(st.integers(0, 40), max_size=4))
-def test_merged_in_parts_they_are_those_of_all_samples(values, cuts):
+def test_merged_moments_equal_moments_of_all_samples(values, cuts):
     cuts = sorted(min(cut, len(values)) for cut in cuts)
     moments = Moments.none(3)
     for part in np.split(values, cuts):
@@ -29,7 +29,7 @@ def test_merged_in_parts_they_are_those_of_all_samples(values, cuts):
 
 @pytest.mark.parametrize("value", [0.1, 1e9 + 0.1, -123456.789, 1e15 + 0.3, 1e-300, 5e-324, 3e300])
 @pytest.mark.parametrize("count", [1, 2, 7, 256, 4099])
-def test_constant_has_its_value_as_mean_and_no_spread(value, count):
+def test_constant_has_an_exact_mean_and_zero_spread(value, count):
     moments = Moments.none()
     for _ in range(3):
         moments = moments.merged(Moments.of(torch.full((count,), value, dtype=torch.float64)))
@@ -42,17 +42,17 @@ def test_moments_of_small_differences_at_a_large_offset_are_exact(offset):
     exact = [Fraction(value) for value in values.tolist()]
     mean = sum(exact) / len(exact)
     variance = float(sum((value - mean) ** 2 for value in exact) / len(exact))
-    whole, parts = Moments.of(torch.from_numpy(values)), Moments.none()
-    for part in torch.from_numpy(values).split(7):
-        parts = parts.merged(Moments.of(part))
-    assert abs(whole.mean.item() - float(mean)) <= np.spacing(abs(offset) + 1.0)
-    assert whole.variance.item() == pytest.approx(variance, rel=1e-9)
-    assert abs(parts.mean.item() - float(mean)) <= 40 * np.spacing(abs(offset) + 1.0)
-    assert parts.variance.item() == pytest.approx(variance, rel=1e-5)
+    at_once, merged = Moments.of(torch.from_numpy(values)), Moments.none()
+    for chunk in torch.from_numpy(values).split(7):
+        merged = merged.merged(Moments.of(chunk))
+    assert abs(at_once.mean.item() - float(mean)) <= np.spacing(abs(offset) + 1.0)
+    assert at_once.variance.item() == pytest.approx(variance, rel=1e-9)
+    assert abs(merged.mean.item() - float(mean)) <= 40 * np.spacing(abs(offset) + 1.0)
+    assert merged.variance.item() == pytest.approx(variance, rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.float16])
-def test_moments_of_other_types_are_those_of_their_numbers(dtype):
+def test_moments_of_other_dtypes_equal_moments_of_float64(dtype):
     offset = {torch.int32: 1_700_000_000, torch.int64: 2**52, torch.uint8: 200, torch.float16: 1000}[dtype]
     steps = torch.arange(9) % 3
     moments = Moments.of((steps + offset).to(dtype))
@@ -61,13 +61,13 @@ def test_moments_of_other_types_are_those_of_their_numbers(dtype):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_moments_of_what_is_not_finite_are_not_finite(bad):
+def test_moments_of_non_finite_values_are_not_finite(bad):
     values = torch.zeros(9, 2, dtype=torch.float64)
     values[4, 1] = bad
     assert Moments.of(values).mean.isfinite().tolist() == [True, False]
 
 
-def test_merging_keeps_what_single_precision_would_lose():
+def test_merging_keeps_differences_below_single_precision():
     values = torch.arange(20_000, dtype=torch.float64)[:, None] % 2 + 1e6
     moments = Moments.none(1)
     for part in values.float().split(7):

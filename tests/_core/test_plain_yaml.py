@@ -16,12 +16,12 @@ MERGED = "a0: &a0 {x: 1}\n" + "".join(
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
-        (BOMB, "values, with aliases counted"),
-        (MERGED, "values, with aliases counted"),
-        ("a: &a [*a]\n", "stands for what contains it"),
-        ("&a a: *b\n", "stands for what contains it"),
+        (BOMB, "values, counting each alias"),
+        (MERGED, "values, counting each alias"),
+        ("a: &a [*a]\n", "refers to a node that contains it"),
+        ("&a a: *b\n", "refers to a node that contains it"),
         ("a: " + "[" * (YAML_DEPTH + 1) + "]" * (YAML_DEPTH + 1), "levels"),
         ("a: " + "[" * 100_000, "levels"),
         ("a: " + "{x: " * 20_000, "levels"),
@@ -47,18 +47,18 @@ MERGED = "a0: &a0 {x: 1}\n" + "".join(
         ("a: [" + ", ".join(["x"] * 60_000) + "]", "values"),
     ],
 )
-def test_hostile_file_is_refused_at_once_in_one_line(tmp_path, text, told):
+def test_hostile_yaml_raises_quickly_with_one_line(tmp_path, text, message):
     path = tmp_path / "a.yaml"
     path.write_text(text)
     began = time.process_time()
-    with pytest.raises(ValueError, match=told) as raised:
+    with pytest.raises(ValueError, match=message) as raised:
         read_config(path)
     assert time.process_time() - began < 5
     assert str(raised.value).isprintable()
     assert len(str(raised.value)) < 800
 
 
-def test_fifo_and_bytes_that_are_no_text_are_refused(tmp_path):
+def test_fifo_and_undecodable_bytes_raise(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(OSError, match="FIFO"):
         read_config(tmp_path / "fifo")
@@ -67,7 +67,7 @@ def test_fifo_and_bytes_that_are_no_text_are_refused(tmp_path):
         read_config(tmp_path / "bytes")
 
 
-def test_run_of_ours_is_read_as_omegaconf_does(tmp_path):
+def test_config_of_a_run_equals_omegaconf_load(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text('a: &a [1, 2.5, 1e3, null, yes, x]\nb: {c: *a, d: "${a}"}\ne: !!str 3\nf: 2020-01-01\n')
     assert read_config(path) == OmegaConf.load(path)
@@ -75,7 +75,7 @@ def test_run_of_ours_is_read_as_omegaconf_does(tmp_path):
     assert read_config(path) == {}
 
 
-def test_only_plain_references_are_followed():
+def test_raw_value_follows_only_plain_references():
     config = OmegaConf.create({"a": {"b": "${c}"}, "c": 3, "d": "${d}", "e": "${oc.env:HOME}", "f": "${c} ${c}"})
     assert raw_value(config, "a.b") == 3
     assert raw_value(config, "a.x.y") is None

@@ -114,7 +114,10 @@ def test_process_that_does_not_end_is_killed() -> None:
 SHARED = "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"
 LACKS: dict[str, tuple[Exception, str]] = {
     "files": (OSError(errno.EMFILE, "Too many open files"), r"no more files can be opened .*ulimit -n"),
-    "processes": (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), r"no more processes .*ulimit -u"),
+    "processes": (
+        BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
+        r"cannot start more processes .*ulimit -u",
+    ),
     "torch's shared memory": (RuntimeError(SHARED), r"/dev/shm.* is full .*--shm-size"),
     "read-only shared memory": (OSError(errno.EROFS, "Read-only", "/dev/shm/pym-1"), r"/dev/shm.* cannot be written"),
     "disk": (OSError(errno.ENOSPC, "No space left on device", "x.ckpt"), r"No space left on device: 'x.ckpt'"),
@@ -122,9 +125,9 @@ LACKS: dict[str, tuple[Exception, str]] = {
 
 
 @pytest.mark.parametrize("name", LACKS)
-def test_what_the_system_lacks_is_one_line_of_the_command(name: str) -> None:
-    error, says = LACKS[name]
-    with pytest.raises(SystemExit, match=rf"^error.*{says}"), one_line():
+def test_missing_system_resource_is_reported_in_one_line(name: str) -> None:
+    error, message = LACKS[name]
+    with pytest.raises(SystemExit, match=rf"^error.*{message}"), one_line():
         raise error
 
 
@@ -139,7 +142,7 @@ def raise_lack(steps: TensorDict) -> TensorDict:
     raise RuntimeError(SHARED)
 
 
-def test_worker_without_shared_memory_says_so() -> None:
+def test_worker_without_shared_memory_reports_it() -> None:
     with forked_workers():
         collector = AsynchronousCollector("CartPole-v1", raise_lack, num_workers=1, frames_per_batch=4)
         with pytest.raises(ValueError, match="0: /dev/shm") as error:
@@ -149,11 +152,11 @@ def test_worker_without_shared_memory_says_so() -> None:
 
 
 @pytest.mark.parametrize("make", COLLECTORS.values(), ids=COLLECTORS)
-def test_too_few_open_files_are_seen_before_a_process_is_started(make: Callable[[Any], Any]) -> None:
+def test_descriptor_limit_is_checked_before_processes_start(make: Callable[[Any], Any]) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, limits[1]))
     try:
-        with pytest.raises(ValueError, match=r"need some \d+ open files, but this one may have \d+; .*ulimit -n \d+"):
+        with pytest.raises(ValueError, match=r"need about \d+ open files, but the limit is \d+\. .*ulimit -n \d+"):
             make("CartPole-v1").rollout()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

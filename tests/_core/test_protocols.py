@@ -22,13 +22,13 @@ from torchrl_lightning._core.protocols import (
 
 
 @pytest.mark.parametrize("view", [CollectorApi, DataApi, EnvsApi, LearnerApi, PolicyApi, SamplerApi, SourceApi])
-def test_object_without_any_ability_has_the_defaults(view) -> None:
+def test_object_without_optional_members_has_defaults(view) -> None:
     part = object()
     assert view.of(part) == view(part)
     assert view.of(None) == view(None)
 
 
-def test_plain_module_of_lightning_asks_for_nothing() -> None:
+def test_plain_lightning_module_has_default_members() -> None:
     learner = LearnerApi.of(BoringModel())
     assert learner == LearnerApi(learner.part)
     assert (learner.policy, learner.critic, learner.valued_policy, learner.is_built) == (None, None, None, None)
@@ -36,7 +36,7 @@ def test_plain_module_of_lightning_asks_for_nothing() -> None:
     assert learner.rewritten_keys(TensorDict()) == ()
 
 
-def test_policy_and_critic_are_read_when_they_are_used() -> None:
+def test_policy_and_critic_are_read_at_each_use() -> None:
     module = BoringModel()
     learner = LearnerApi.of(module)
     module.policy, module.critic = (BoringModel().layer for _ in range(2))
@@ -53,20 +53,20 @@ def test_our_modules_build_their_networks_late(kind) -> None:
         _ = learner.policy
 
 
-def test_only_our_collectors_flag_each_beginning() -> None:
+def test_own_collectors_flag_each_trajectory_start() -> None:
     collector = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=4)
     assert CollectorApi.of(collector).flags_beginnings
     assert not CollectorApi.of(iter([])).flags_beginnings
     assert CollectorApi.of(iter([])).metrics() == {}
 
 
-def test_samplers_of_others_draw_single_steps_of_even_rings() -> None:
+def test_torchrl_samplers_draw_single_steps_of_even_rings() -> None:
     ours, theirs = SamplerApi.of(SequenceSampler(4)), SamplerApi.of(RandomSampler())
     assert (ours.supports_uneven_rings, ours.batch_length) == (True, 4)
     assert (theirs.supports_uneven_rings, theirs.batch_length) == (False, None)
 
 
-def test_clock_of_a_data_module_is_its_frames_if_it_has_no_other() -> None:
+def test_clock_defaults_to_the_frames_of_the_data_module() -> None:
     class Counting:
         frames = 7
 
@@ -118,7 +118,7 @@ class MistakenWeights(MistakenCollector):
     ],
     ids=["annotate", "metrics", "update_policy_weights_", "rewritten_keys"],
 )
-def test_mistakes_in_a_method_are_shown(make, message, tmp_path) -> None:
+def test_error_in_a_user_method_is_not_hidden(make, message, tmp_path) -> None:
     with pytest.raises(AttributeError, match=message):
         make(tmp_path)
 

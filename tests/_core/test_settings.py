@@ -51,21 +51,21 @@ class Needing(Settings):
     size: Count = setting(kw_only=False)
 
 
-def test_settings_are_inherited_and_the_own_ones_come_first():
-    shown = inspect.signature(Part).parameters
-    assert list(shown) == ["network", "names", "kind", "double", "learning_rate", "most"]
-    assert [each.kind for each in shown.values()] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] + 5 * [
+def test_settings_are_inherited_after_own_settings():
+    parameters = inspect.signature(Part).parameters
+    assert list(parameters) == ["network", "names", "kind", "double", "learning_rate", "most"]
+    assert [parameter.kind for parameter in parameters.values()] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] + 5 * [
         inspect.Parameter.KEYWORD_ONLY
     ]
-    assert (shown["learning_rate"].default, inspect.signature(Rated).parameters["learning_rate"].default) == (
+    assert (parameters["learning_rate"].default, inspect.signature(Rated).parameters["learning_rate"].default) == (
         1e-3,
         3e-4,
     )
-    assert inspect.signature(Part.__init__).parameters["most"] == shown["most"]
+    assert inspect.signature(Part.__init__).parameters["most"] == parameters["most"]
     assert typing.get_type_hints(Part.__init__)["learning_rate"] is float  # for readers that know no checks
 
 
-def test_what_is_given_is_kept_beside_the_defaults():
+def test_arguments_and_defaults_are_stored():
     layer = nn.Linear(1, 1)
     part, other = Part(layer, double=False, most=3), Part()
     assert part.network is layer
@@ -77,7 +77,7 @@ def test_what_is_given_is_kept_beside_the_defaults():
 
 
 @pytest.mark.parametrize(
-    ("cls", "given", "error", "says"),
+    ("cls", "arguments", "error", "message"),
     [
         pytest.param(Part, {"learning_rate": 0}, ValueError, "learning_rate must be above 0, got 0", id="range"),
         pytest.param(Part, {"most": 0}, ValueError, "most must be a positive integer, got 0", id="optional"),
@@ -88,12 +88,12 @@ def test_what_is_given_is_kept_beside_the_defaults():
         pytest.param(Needing, {}, TypeError, "Needing: missing a required argument: 'size'", id="required"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(cls, given, error, says):
-    with pytest.raises(error, match=says):
-        cls(**given)
+def test_invalid_setting_raises_with_its_name(cls, arguments, error, message):
+    with pytest.raises(error, match=message):
+        cls(**arguments)
 
 
-def test_check_may_turn_a_value_into_what_is_kept():
+def test_check_may_convert_the_stored_value():
     class Listed(Settings):
         sizes: Annotated[list[int], lambda value, name: list(value)] = setting(default=(1, 2))
 
@@ -101,7 +101,7 @@ def test_check_may_turn_a_value_into_what_is_kept():
     assert Listed(sizes=(3,)).sizes == [3]
 
 
-def test_nothing_begins_before_all_settings_are_right():
+def test_all_settings_are_checked_before_construction():
     begun = []
 
     class Base:
@@ -119,7 +119,7 @@ def test_nothing_begins_before_all_settings_are_right():
     assert begun == [late]
 
 
-def test_subclass_may_have_a_constructor_of_its_own():
+def test_subclass_may_define_its_own_constructor():
     class Own(Part):
         bonus: float = 0.5
 
@@ -135,7 +135,7 @@ def test_subclass_may_have_a_constructor_of_its_own():
         assert (part.network.in_features, part.double_q, part.bonus, part.began) == (2, False, 0.5, True)
 
 
-def test_two_lines_of_settings_meet():
+def test_settings_of_two_bases_are_combined():
     class Other(Settings):
         patience: Count = 5
 
@@ -163,14 +163,14 @@ class Fixed(Layered):
     rate: Positive = computed()
 
 
-def test_none_stands_for_what_is_made_anew():
+def test_none_is_replaced_by_a_new_default():
     assert Layered().layers == Layered(None).layers == [8]
     assert Layered().layers is not Layered().layers
     assert Layered([2]).layers == [2]
     assert Layered.__init__.__annotations__["layers"] == list[int] | None
 
 
-def test_setting_that_a_subclass_derives_is_none_of_its_own_any_more():
+def test_computed_attribute_of_a_subclass_is_no_setting():
     assert list(inspect.signature(Fixed).parameters) == ["layers"]
     with pytest.raises(TypeError, match="rate"):
         Fixed(rate=1.0)
@@ -197,7 +197,7 @@ class Doubled(Held):
         super()._init_bases(size=2 * size, unit=unit)
 
 
-def test_class_translates_the_arguments_of_its_base():
+def test_init_bases_translates_the_arguments_of_a_base():
     assert str(inspect.signature(Doubled)) == str(inspect.signature(Held))
     assert Doubled(3).text == "6 step"
 
@@ -210,7 +210,7 @@ def test_init_variables_go_to_the_constructor_of_the_other_bases():
         Held(0)
 
 
-def test_settings_by_place_come_after_those_of_the_bases_unless_declared_again():
+def test_positional_settings_follow_inherited_ones_unless_redeclared():
     assert list(inspect.signature(Ranked).parameters) == ["size", "rank", "rate", "unit"]
     assert (Ranked(3, 4, 5.0).rank, Ranked(3, 4, 5.0).rate) == (4, 5.0)
 
@@ -229,7 +229,7 @@ class Discounted(Settings):
         self._gamma = gamma
 
 
-def test_private_setting_stands_behind_a_property_with_the_argument_s_name():
+def test_alias_names_the_argument_of_a_private_setting():
     assert list(inspect.signature(Discounted).parameters) == ["note", "gamma"]
     discounted = Discounted(gamma=0.5)
     assert (discounted.gamma, Discounted().gamma, discounted._cache) == (0.5, 0.99, 0)
@@ -253,8 +253,12 @@ OTHER_NAMES = {
 
 def test_argument_keeps_its_name_inside_the_class():
     exported = [getattr(torchrl_lightning, name) for name in torchrl_lightning.__all__]
-    classes = [each for each in exported if isinstance(each, type) and issubclass(each, Settings)]
+    classes = [
+        class_setting
+        for class_setting in exported
+        if isinstance(class_setting, type) and issubclass(class_setting, Settings)
+    ]
     assert len(classes) > 30
     for cls in classes:
-        for name, each in cls.settings_of_class.items():
-            assert each.attribute.removeprefix("_") in ("", name, OTHER_NAMES.get(name)), cls
+        for name, class_setting in cls.settings_of_class.items():
+            assert class_setting.attribute.removeprefix("_") in ("", name, OTHER_NAMES.get(name)), cls

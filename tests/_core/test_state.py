@@ -38,7 +38,7 @@ ROWS = torch.zeros(2, 3)
 
 
 @pytest.mark.parametrize(
-    ("check", "right", "wrong", "message"),
+    ("check", "valid", "invalid", "message"),
     [
         (bounded_integer(1, 9), 9, [0, 10, True, 1.0, torch.tensor(1), None], "an integer of at least 1, at most 9"),
         (bounded_integer(), LARGEST, [-1, LARGEST + 1], "an integer of at least 0"),
@@ -51,24 +51,26 @@ ROWS = torch.zeros(2, 3)
         (tensor(torch.float32, 2, None), ROWS, [ROWS.double(), ROWS.T, ROWS[0], 1], r"a tensor \[2, any\] of float32"),
         (tensor(torch.float32, 2, 3, anywhere=True), ROWS, [ROWS.to("meta"), ROWS.to_sparse()], r"a tensor \[2, 3\]"),
         (tensor(torch.float32, 2, 3, low=0, high=1), ROWS, [ROWS - 1, ROWS + 2], "expected 0 to 1"),
-        (generator("cpu"), torch.Generator().get_state(), [ROWS, None], "no state of a random generator on cpu"),
+        (generator("cpu"), torch.Generator().get_state(), [ROWS, None], "not a state of a random generator on cpu"),
     ],
 )
-def test_checks(check: Check, right: Any, wrong: list[Any], message: str) -> None:
-    check_state({"entry": right}, {"entry": check}, "toy")
-    for value in wrong:
+def test_checks_return_valid_and_reject_invalid_values(
+    check: Check, valid: Any, invalid: list[Any], message: str
+) -> None:
+    check_state({"entry": valid}, {"entry": check}, "toy")
+    for value in invalid:
         with pytest.raises(ValueError, match=f"^The toy state is foreign: 'entry' .*{message}"):
             check_state({"entry": value}, {"entry": check}, "toy")
 
 
 @pytest.mark.parametrize("version", [None, 0, 2, True, "1"])
-def test_another_version_is_refused_first(version: Any) -> None:
+def test_unknown_schema_version_raises_before_other_errors(version: Any) -> None:
     state = {} if version is None else {"schema_version": version}
     with pytest.raises(ValueError, match=r"The toy state has schema version .*, this release reads version 1"):
         check_state(state, {"entry": flag}, "toy", 1)
 
 
-def test_missing_entries_are_named_and_further_ones_ignored() -> None:
+def test_missing_entries_raise_and_unknown_ones_are_ignored() -> None:
     check_state({"a": 1, "later": 2}, {"a": any_value}, "toy")
     with pytest.raises(ValueError, match=r"it lacks b, c; it has \['a'\]"):
         check_state({"a": 1}, {"a": any_value, "b": flag, "c": flag}, "toy")
@@ -110,7 +112,7 @@ class Box(GeneratorMixin, Stateful):
         self.loads = 0
 
     def read_texts(self, value: Any, name: str) -> tuple[str, ...]:
-        if not isinstance(value, list) or len(value) >= self.ring.size or not all(type(each) is str for each in value):
+        if not isinstance(value, list) or len(value) >= self.ring.size or not all(type(text) is str for text in value):
             raise state_error(value, name, f"fewer texts than {self.ring.size}")
         return tuple(value)
 
@@ -131,7 +133,7 @@ def filled(**options: Any) -> Box:
     return box
 
 
-def test_state_goes_into_another_and_is_a_copy() -> None:
+def test_state_is_copied_when_saved_and_loaded() -> None:
     one, other = filled(), Box()
     state, cells = one.state_dict(), other.ring.cells
     other.load_state_dict(state)
@@ -147,7 +149,7 @@ def test_state_goes_into_another_and_is_a_copy() -> None:
     assert (view["ring"]["cells"].tolist(), view["ids"].tolist()) == ([5, 9, 0], [0, 2])
 
 
-def test_nothing_changes_unless_all_fits() -> None:
+def test_invalid_state_changes_nothing() -> None:
     check_mutants(filled(size=3), Box().state_dict())
     one = Box(4)
     with pytest.raises(ValueError, match="The state has size=3, this box has length=4; build it with length=3"):
@@ -155,7 +157,7 @@ def test_nothing_changes_unless_all_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"schema_version": 2}, "The box state has schema version 2, this release reads version 3"),
         ({"texts": ["a"] * 3}, "The box state is foreign: 'texts' is a list, expected fewer texts than 3"),
@@ -171,14 +173,14 @@ def test_nothing_changes_unless_all_fits() -> None:
         ({"ids": torch.tensor([0, 0, 0])}, "too many ids"),
     ],
 )
-def test_what_is_wrong_is_named(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_invalid_entry_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Box().check_state({**filled().state_dict(), **changes})
-    with pytest.raises(ValueError, match="The box state is foreign: it is a list, expected a dict"):
+    with pytest.raises(ValueError, match="The box state must be a dict, got a list"):
         Box().check_state([])
 
 
-def test_entry_may_belong_to_some() -> None:
+def test_entry_may_exist_only_for_some_objects() -> None:
     state, other = filled().state_dict(), Box(notes=True)
     with pytest.raises(ValueError, match="it lacks note;"):
         other.load_state_dict(state)
@@ -188,10 +190,10 @@ def test_entry_may_belong_to_some() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in Box.STATE if name != "note"])
-def test_state_that_lacks_an_entry_is_refused_by_its_name(name: str) -> None:
+def test_state_without_an_entry_raises_with_its_name(name: str) -> None:
     state, other = filled().state_dict(), Box()
-    kept = other.state_dict()
+    before = other.state_dict()
     del state[name]
     with pytest.raises(ValueError, match=f"The box state is foreign: it lacks {name};"):
         other.load_state_dict(state)
-    assert not differences(other.state_dict(), kept)
+    assert not differences(other.state_dict(), before)

@@ -40,7 +40,7 @@ def rows(steps: int = 2) -> TensorDict:
     return make_rollout(steps).transpose(0, 1)
 
 
-def test_tensordict_that_is_made_unchecked_keeps_tensors_batch_names_and_device() -> None:
+def test_new_tensordict_keeps_tensors_batch_names_and_device() -> None:
     leaf = torch.zeros(2, 3, 1)
     inner = new_tensordict({"b": leaf}, torch.Size([2, 3]))
     data = new_tensordict({"a": leaf, "c": inner}, torch.Size([2, 3]), ("time", None), torch.device("cpu"))
@@ -53,14 +53,14 @@ def test_tensordict_that_is_made_unchecked_keeps_tensors_batch_names_and_device(
     assert data.reshape(-1)["d"].shape == (6, 1)
 
 
-def test_entries_are_those_of_the_tensordict() -> None:
+def test_entries_of_equals_the_tensordict_items() -> None:
     data = TensorDict({"a": torch.zeros(2), "next": {"b": torch.ones(2)}}, [2])
     assert entries_of(data)["a"] is data["a"]
     assert entries_of(data)["next"] is data["next"]
     assert set(entries_of(torch.stack([data, data.clone()]))) == {"a", "next"}
 
 
-def test_touching_moves_the_revision() -> None:
+def test_bump_revision_changes_the_revision() -> None:
     storage = RingStorage(3)
     before = storage._mutation_revision
     storage.bump_revision()
@@ -120,7 +120,7 @@ def test_invert_runs_the_call_hook_of_a_transform() -> None:
         (replay, lambda: SequenceSampler(1)),
     ],
 )
-def test_torchrl_hands_over_its_generator_and_empties_through_our_hooks(make: Any, build: Callable[[], Any]) -> None:
+def test_torchrl_sets_the_generator_and_calls_clear_hooks(make: Any, build: Callable[[], Any]) -> None:
     mine, sampler, cleared = generator(1), build(), []
     assert sampler._rng is sampler.generator is not mine
     ours = make(sampler=sampler, generator=mine)
@@ -138,7 +138,7 @@ def test_torchrl_draws_through_our_hook(monkeypatch: pytest.MonkeyPatch) -> None
     assert ours.sample()["index"].tolist() == [3, 3]
 
 
-def test_torchrl_asks_for_the_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrl_calls_the_check_of_the_last_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(RingStorage, "check_seam", lambda self: asked.append(1))
     ours = replay(sample_unit=Sequence(length=2))
@@ -162,21 +162,21 @@ def test_plain_buffers_are_recognised() -> None:
         assert not replay(**settings).can_skip_torchrl_path(2), settings
 
 
-def test_transforms_are_seen() -> None:
+def test_transforms_are_detected() -> None:
     ours, transform = replay(), UnsqueezeTransform(-1, in_keys=["a"])
     assert not ours.transforms
     ours.append_transform(transform)
     assert list(ours.transforms) == [transform]
 
 
-def test_one_that_is_shut_down_gives_nothing() -> None:
+def test_shut_down_buffer_yields_no_prefetched_batches() -> None:
     ours = replay()
     ours.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
         ours.sample()
 
 
-def test_prefetched_batches_can_be_held_and_put_back() -> None:
+def test_prefetched_batches_can_be_paused_and_restored() -> None:
     ours = replay(prefetch=2)
     ours.sample()
     with ours.paused() as batches:
@@ -187,22 +187,22 @@ def test_prefetched_batches_can_be_held_and_put_back() -> None:
 
 def test_prefetched_batches_come_in_the_order_they_were_drawn() -> None:
     ours = replay(prefetch=3)
-    for each in (ours, pickle.loads(pickle.dumps(ours))):
-        assert each._prefetch_executor._max_workers == 1
-        assert each.sample().shape == (2,)
+    for buffer in (ours, pickle.loads(pickle.dumps(ours))):
+        assert buffer._prefetch_executor._max_workers == 1
+        assert buffer.sample().shape == (2,)
 
 
-def touched(name: str) -> set[str]:
+def private_names(name: str) -> set[str]:
     """Underscored attributes that a class of ``_compat`` reads or sets, but for those that are its own."""
     source = ast.parse(inspect.getsource(getattr(torchrl_compat, name)))
-    own = {node.id for node in ast.walk(source) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    found = {node.attr for node in ast.walk(source) if isinstance(node, ast.Attribute)}
+    assigned = {node.id for node in ast.walk(source) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names = {node.attr for node in ast.walk(source) if isinstance(node, ast.Attribute)}
     aliases = [node for node in ast.walk(source) if isinstance(node, ast.Call) and ast.unparse(node.func) == "alias"]
-    found |= {private.value for alias in aliases for private in alias.args if isinstance(private, ast.Constant)}
-    return {attr for attr in found - own if attr.startswith("_") and not attr.startswith("__")}
+    names |= {private.value for alias in aliases for private in alias.args if isinstance(private, ast.Constant)}
+    return {attr for attr in names - assigned if attr.startswith("_") and not attr.startswith("__")}
 
 
-def test_every_underscored_name_is_one_that_torchrl_has() -> None:
+def test_private_names_exist_in_torchrl() -> None:
     sampler = SamplerWithoutReplacement()
     theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(4), sampler=sampler, batch_size=2, prefetch=2)
     theirs.extend(numbered(4))
@@ -214,8 +214,8 @@ def test_every_underscored_name_is_one_that_torchrl_has() -> None:
         "BufferBase": [theirs, theirs.sampler, theirs.transform],
     }
     for name, live in parts.items():
-        assert touched(name), name
-        assert not [attr for attr in touched(name) if not any(hasattr(part, attr) for part in live)], name
+        assert private_names(name), name
+        assert not [attr for attr in private_names(name) if not any(hasattr(part, attr) for part in live)], name
 
 
 def test_alias_reads_and_sets_a_private_attribute() -> None:
@@ -225,7 +225,7 @@ def test_alias_reads_and_sets_a_private_attribute() -> None:
     assert ours._write_lock is lock
 
 
-def test_hooks_and_buffers_are_those_of_a_module() -> None:
+def test_hooks_and_buffers_of_a_module() -> None:
     layer = torch.nn.BatchNorm1d(2)
     layer.register_buffer("passing", torch.zeros(1), persistent=False)
     assert not any(torchrl_compat.forward_hooks(layer))
@@ -248,13 +248,13 @@ def test_tensors_move_towards_others() -> None:
     assert tensors[0].tolist() == [0.25, 0.25]
 
 
-def test_vector_environments_show_their_arrays() -> None:
+def test_vector_environments_return_their_arrays() -> None:
     env = gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="sync")
     env.reset(seed=0)
-    shown, rewards, *_ = env.step(env.action_space.sample())
+    expected, rewards, *_ = env.step(env.action_space.sample())
     observations, stored, terminated, truncated = torchrl_compat.vector_arrays(env)
     assert observations is torchrl_compat.env_observations(env)
-    assert np.stack(observations).tolist() == shown.tolist()
+    assert np.stack(observations).tolist() == expected.tolist()
     assert (stored.tolist(), terminated.any(), truncated.any()) == (rewards.tolist(), False, False)
     assert torchrl_compat.info_adder(env)({}, {"a": 1}, 1)["a"].tolist() == [0, 1]
     env.close()
@@ -263,16 +263,16 @@ def test_vector_environments_show_their_arrays() -> None:
 def test_serial_environments_are_found() -> None:
     env = SerialEnv(2, partial(GymEnv, "CartPole-v1"))
     env.reset()
-    assert [type(each) for each in torchrl_compat.serial_envs(env)] == [GymEnv, GymEnv]
+    assert [type(env_of_batch) for env_of_batch in torchrl_compat.serial_envs(env)] == [GymEnv, GymEnv]
     env.close()
 
 
 def test_modules_take_plain_tensors_within_a_block() -> None:
     module = TensorDictModule(lambda x: x + 1, ["a"], ["b"])
-    for dispatches, given in ((True, torch.zeros(1)), (False, TensorDict(a=torch.zeros(1)))):
+    for dispatches, argument in ((True, torch.zeros(1)), (False, TensorDict(a=torch.zeros(1)))):
         with torchrl_compat.dispatches_modules(dispatches):
-            found = module(given)
-        assert (found if dispatches else found["b"]).tolist() == [1]
+            result = module(argument)
+        assert (result if dispatches else result["b"]).tolist() == [1]
 
 
 def test_trainer_writes_its_rows_by_one_method() -> None:
@@ -283,20 +283,20 @@ def test_trainer_writes_its_rows_by_one_method() -> None:
 
 def samplers(kind: Any = Sampler) -> set[Any]:
     """List all samplers of ours."""
-    found = {each for sub in kind.__subclasses__() for each in samplers(sub)}
-    return found | ({kind} if kind.__module__.startswith("torchrl_lightning.") else set())
+    classes = {cls for subclass in kind.__subclasses__() for cls in samplers(subclass)}
+    return classes | ({kind} if kind.__module__.startswith("torchrl_lightning.") else set())
 
 
 @pytest.mark.parametrize("kind", sorted(samplers(), key=lambda kind: kind.__name__))
 @pytest.mark.parametrize("value", [True, False])
-def test_no_sampler_takes_the_argument_that_torchrls_metaclass_would_take_away(kind: Any, value: bool) -> None:
+def test_samplers_reject_the_argument_replacement(kind: Any, value: bool) -> None:
     with pytest.raises(TypeError, match=f"{kind.__name__} takes no argument replacement, got .* with_replacement"):
         kind(replacement=value)
     assert isinstance(RandomSampler(replacement=False), SamplerWithoutReplacement)
 
 
 @pytest.mark.parametrize("kind", [UniformSampler, RecentSampler])
-def test_argument_that_takes_its_place_is_named(kind: Any) -> None:
+def test_error_names_the_argument_instead_of_replacement(kind: Any) -> None:
     with pytest.raises(TypeError, match=r"Write with_replacement=False\.$"):
         kind(replacement=False)
     assert not kind(with_replacement=False).with_replacement

@@ -28,20 +28,20 @@ def data(rows: int = 3) -> TensorDict:
     return TensorDict({"a": torch.zeros(rows, 2), "next": {"b": torch.zeros(rows, dtype=torch.bool)}}, [rows])
 
 
-@pytest.mark.parametrize("wrong", [3, None, [], ["next", 1], [["next"]], {"next": 1}.items()])
-def test_what_is_no_key_is_refused(wrong: Any) -> None:
+@pytest.mark.parametrize("invalid", [3, None, [], ["next", 1], [["next"]], {"next": 1}.items()])
+def test_nested_key_rejects_other_types(invalid: Any) -> None:
     with pytest.raises(TypeError, match="A key is a string or a list of strings"):
-        nested_key(wrong)
+        nested_key(invalid)
 
 
-def test_list_of_keys_names_the_key_that_is_none() -> None:
+def test_nested_keys_names_the_invalid_key() -> None:
     with pytest.raises(TypeError, match="got 1"):
         nested_keys(["observation", 1])
     with pytest.raises(TypeError, match="Expected a list of keys"):
         nested_keys(3)
 
 
-def test_keys_below_others() -> None:
+def test_keys_below_a_root() -> None:
     assert next_key("a") == ("next", "a")
     assert next_key(("agent", "a")) == ("next", "agent", "a")
     assert under(("next", "a"), "next")
@@ -51,7 +51,7 @@ def test_keys_below_others() -> None:
     assert join(("a", "b"), ("c",)) == ("a", "b", "c")
 
 
-def test_tree_there_and_back() -> None:
+def test_tree_round_trip() -> None:
     assert list(dict(keyed_leaves(data()))) == ["a", ("next", "b")]
     assert dict(keyed_leaves(data())).keys() == dict(keyed_leaves(tree_of(data()))).keys()
     assert (to_tensordict(tree_of(data()), torch.Size([3])) == data()).all()
@@ -59,14 +59,14 @@ def test_tree_there_and_back() -> None:
     assert entry_of(data(), ("next", "b", "c")) is None
 
 
-def test_what_only_some_rows_have_is_refused() -> None:
+def test_entries_of_only_some_rows_raise() -> None:
     lazy = LazyStackedTensorDict(TensorDict({"a": torch.zeros(1)}), TensorDict({}), stack_dim=0)
     with pytest.raises(TypeError, match=r"Only some rows have the entries \['a'\]"):
         tree_of(lazy)
 
 
 @pytest.mark.parametrize("leaf", ["text", torch.zeros(3, 1).to_sparse()])
-def test_what_is_no_dense_tensor_is_named(leaf: Any) -> None:
+def test_entry_other_than_a_dense_tensor_raises_with_its_name(leaf: Any) -> None:
     bad = data()
     bad["next", "c"] = leaf
     with pytest.raises(TypeError, match=r"\('next', 'c'\)"):

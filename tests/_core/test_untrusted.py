@@ -12,23 +12,23 @@ from torchrl_lightning._core.untrusted import check_regular, open_regular, print
 
 
 @pytest.fixture
-def odd(tmp_path):
+def irregular_paths(tmp_path):
     """Everything that a path may name beside a regular file."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "folder").mkdir()
     (tmp_path / "device").symlink_to("/dev/zero")
     (tmp_path / "terminal").symlink_to("/dev/tty")
     (tmp_path / "link").symlink_to(tmp_path / "fifo")
-    with socket.socket(socket.AF_UNIX) as held:
-        held.bind(str(tmp_path / "socket"))
+    with socket.socket(socket.AF_UNIX) as unix_socket:
+        unix_socket.bind(str(tmp_path / "socket"))
         yield tmp_path
 
 
 @pytest.mark.parametrize("name", ["fifo", "folder", "device", "terminal", "link", "socket"])
-def test_what_is_no_regular_file_is_refused_at_once_in_one_line(odd, name):
+def test_irregular_file_raises_quickly_with_one_line(irregular_paths, name):
     for read in (check_regular, open_regular, lambda path: read_regular(path, 10)):
         with pytest.raises(OSError, match=r"must be a regular file") as raised:
-            read(odd / name)
+            read(irregular_paths / name)
         assert "\n" not in str(raised.value)
 
 
@@ -43,14 +43,14 @@ def test_regular_file_is_read_up_to_its_limit(tmp_path):
         read_regular(tmp_path / "none", 4)
 
 
-def test_missing_length_does_not_read_for_ever():
+def test_endless_file_is_read_up_to_its_limit():
     # Files of /proc have no size, and may give any number of bytes.
     with pytest.raises(ValueError, match="at most 3 bytes, got more"):
         read_regular(Path("/proc/self/status"), 3)
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "expected"),
     [
         ("plain text", "plain text"),
         ("\x1b[31mred", r"\x1b[31mred"),
@@ -63,15 +63,15 @@ def test_missing_length_does_not_read_for_ever():
         (3.5, "3.5"),
     ],
 )
-def test_text_is_printed_as_one_line_without_control_characters(text, shown):
-    assert printable(text) == shown
+def test_text_is_printed_as_one_line_without_control_characters(text, expected):
+    assert printable(text) == expected
 
 
 @given(st.text())
 def test_any_text_becomes_printable_and_encodable(text):
-    shown = printable(text)
-    assert shown.isprintable()
-    shown.encode()
+    line = printable(text)
+    assert line.isprintable()
+    line.encode()
 
 
 def test_json_is_read_within_its_limits(tmp_path):
@@ -81,7 +81,7 @@ def test_json_is_read_within_its_limits(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"[" + b"1," * 100 + b"1]", "must hold at most 50 values, got 101"),
         (b" " * 100_001, "must have at most 100,000 bytes"),
@@ -90,15 +90,15 @@ def test_json_is_read_within_its_limits(tmp_path):
         (None, "must be a regular file, but is a FIFO"),
     ],
 )
-def test_json_beyond_its_limits_is_refused_at_once_in_one_line(tmp_path, content, told):
+def test_json_beyond_its_limits_raises_with_one_line(tmp_path, content, message):
     path = tmp_path / "a.json"
     os.mkfifo(path) if content is None else path.write_bytes(content)
-    with pytest.raises(ValueError, match=told) as raised:
+    with pytest.raises(ValueError, match=message) as raised:
         read_json(path, 100_000, 50)
     assert str(raised.value).isprintable()
 
 
-def test_json_of_many_levels_is_refused_in_one_line(tmp_path):
+def test_json_of_many_levels_raises_with_one_line(tmp_path):
     path = tmp_path / "a.json"
     path.write_bytes(b"[" * 100_000 + b"]" * 100_000)
     with pytest.raises(ValueError, match="must be JSON of few levels"):

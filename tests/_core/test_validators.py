@@ -27,24 +27,24 @@ from torchrl_lightning._core.validators import (
 
 
 @pytest.mark.parametrize(
-    ("check", "wrong", "expected"),
+    ("check", "invalid", "expected"),
     [
         (integer, [0, -1, True, 1.0, "1", None, math.nan], "a positive integer"),
-        (partial(integer, least=2), [1], "an integer of at least 2"),
-        (budget, [0, -2, 1.5, True, "1", None, math.inf], "a positive integer, or -1 for no end"),
+        (partial(integer, minimum=2), [1], "an integer of at least 2"),
+        (budget, [0, -2, 1.5, True, "1", None, math.inf], "a positive integer, or -1 for no limit"),
         (partial(one_of, options=(0.5, None)), [1], "one of 0.5, None"),
         (positive, [0, -1.0, math.nan, "1", None, [1]], "above 0"),
         (non_negative, [-1e-9, math.inf, math.nan, "1", None], "a finite number of at least 0"),
         (fraction, [-1e-9, 1.0001, math.nan, "1", None, torch.zeros(2)], "between 0 and 1"),
     ],
 )
-def test_what_makes_no_sense_is_refused(check: Any, wrong: list[Any], expected: str) -> None:
-    for value in wrong:
+def test_validators_reject_invalid_values(check: Any, invalid: list[Any], expected: str) -> None:
+    for value in invalid:
         with pytest.raises(ValueError, match=rf"^gamma.*{expected}"):
             check(value, "gamma")
 
 
-def test_what_makes_sense_comes_back() -> None:
+def test_validators_return_valid_values() -> None:
     assert integer(np.int64(3), "size") == integer(torch.tensor(3), "size") == 3
     assert integer(0, "burn_in", 0) == 0
     assert [budget(1e5, "frames"), budget(-1, "frames")] == [100_000, -1]
@@ -55,7 +55,7 @@ def test_what_makes_sense_comes_back() -> None:
     assert one_of(None, "norm", ("batch", None)) is None
 
 
-def test_flag_is_no_number_and_a_hint_ends_a_message() -> None:
+def test_boolean_is_not_a_number_and_a_hint_ends_the_message() -> None:
     with pytest.raises(TypeError, match=r"shuffle.*1\."):
         boolean(1, "shuffle")
     with pytest.raises(ValueError, match=r"0; float\('inf'\)"):
@@ -63,21 +63,21 @@ def test_flag_is_no_number_and_a_hint_ends_a_message() -> None:
 
 
 @given(digits=st.integers(0, 10**15), exponent=st.integers(-18, 6))
-def test_exact_ratio_is_the_decimal_that_was_written(digits: int, exponent: int) -> None:
-    written = f"{digits}e{exponent}"
-    exact = exact_ratio(float(written))
+def test_exact_ratio_of_a_decimal_literal(digits: int, exponent: int) -> None:
+    literal = f"{digits}e{exponent}"
+    exact = exact_ratio(float(literal))
     is_short = exact.denominator <= 1_000_000
-    assert exact == Fraction(written) or (
-        is_short and abs(float(exact) - float(written)) <= 4 * math.ulp(float(written))
+    assert exact == Fraction(literal) or (
+        is_short and abs(float(exact) - float(literal)) <= 4 * math.ulp(float(literal))
     )
 
 
 @given(st.fractions(0, 1000, max_denominator=1000))
-def test_exact_ratio_is_the_fraction_that_was_computed(fraction: Fraction) -> None:
+def test_exact_ratio_of_a_computed_fraction(fraction: Fraction) -> None:
     assert exact_ratio(float(fraction)) == exact_ratio(fraction) == fraction
 
 
-def test_exact_ratio_takes_any_kind_of_number() -> None:
+def test_exact_ratio_accepts_any_kind_of_number() -> None:
     assert [exact_ratio(value) for value in (3, np.float64(0.1), np.int64(2), torch.tensor(0.5))] == [
         3,
         Fraction(1, 10),

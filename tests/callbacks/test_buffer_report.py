@@ -23,7 +23,7 @@ def test_report_shows_the_buffer_and_the_sample_counts(tmp_path, monkeypatch, up
     fit(tmp_path, data, max_epochs=2, limit_val_batches=1, callbacks=[page])
     text = Path(page.path).read_text()
     assert "80 steps counted" in text  # ten of the twenty batches of eight
-    assert "ages when drawn in this run" in text
+    assert "ages when sampled in this run" in text
     assert " of 400 cells" in text
 
 

@@ -128,11 +128,11 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (BOMB, "values, with aliases counted"),
-        ("a: &a [*a]\n", "stands for what contains it"),
+        (BOMB, "values, counting each alias"),
+        ("a: &a [*a]\n", "refers to a node that contains it"),
         ("a: " + "[" * 100_000, "levels"),
         ("seed: 1\n#" + "x" * YAML_BYTES, "must have at most"),
-        ("a: !!python/object/apply:os.system [touch CANARY]", "none of plain values"),
+        ("a: !!python/object/apply:os.system [touch CANARY]", "not a tag of plain values"),
         ("a: " + "${b" * 1000, "an interpolation has more than"),
     ],
 )

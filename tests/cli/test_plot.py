@@ -175,7 +175,7 @@ def test_seed_that_was_run_again_is_no_second_seed(tmp_path, caplog):
     curves = [curve for source in (runs[0], tmp_path) for curve in read_source(source, "eval/return", "step")]
     curves = one_of_each_seed(curves)
     assert [curve.path.parts[-3] for curve in curves] == ["a"]
-    assert "has its settings and its seed" in caplog.text
+    assert "has the same settings and seed" in caplog.text
     with_value = one_of_each_seed(read_source(tmp_path, "eval/return", "step", "mine"))
     assert [curve.label for curve in with_value] == ["mine", "mine"]
 

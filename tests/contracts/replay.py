@@ -308,7 +308,7 @@ SAMPLERS = {
         fill=lambda sampler, start: None,
         ask=seen,
         edited={
-            "no state of a random generator": (("generator",), torch.zeros(3)),
+            "not a state of a random generator": (("generator",), torch.zeros(3)),
             "lacks stratified": (("stratified",), GONE),
         },
     ),
@@ -324,7 +324,7 @@ SAMPLERS = {
         },
         edited={
             "'alpha' is -1.0": (("alpha",), -1.0),
-            "no state of a random generator": (("generator",), torch.zeros(3)),
+            "not a state of a random generator": (("generator",), torch.zeros(3)),
             "'priorities' is a tensor .* of float32": (("priorities",), torch.ones(SIZE)),
             "a tensor .13. of float64, expected": (("priorities",), torch.ones(SIZE + 1, dtype=torch.float64)),
             "expected a tensor .3. of float64": (("leaves",), torch.ones(3, dtype=torch.float64)),

@@ -90,7 +90,7 @@ WRITES = (
     Refusal(r"'observation'.*\[2\] torch.float32", another(observation=torch.zeros(2, 2))),
     Refusal(r"'observation'.*\[1\] torch.float64", another(observation=torch.zeros(2, 1).double())),
     Refusal(r"\('next', 'reward'\)", lambda ours: ours.extend(stored(ours).set(("next", "reward"), torch.zeros(2, 2)))),
-    Refusal("stores dense tensors only", another(observation="text"), error=TypeError),
+    Refusal("stores only dense tensors", another(observation="text"), error=TypeError),
 )
 
 

@@ -112,11 +112,11 @@ gae = rollout(GAEBuffer).but(
         "'num_steps' is 6": (("storage", "num_steps"), 6),
         "advantage": (("storage", "added", "advantage"), torch.zeros(2, 3, 1)),
         "'is_init' is a tensor": (("storage", "tail", "is_init"), torch.zeros(7, 1)),
-        "'generator' is no state of a random generator on cpu .*size": (
+        "'generator' is not a state of a random generator on cpu .*size": (
             ("sampler", "generator"),
             torch.zeros(3, dtype=torch.uint8),
         ),
-        "'generator' is no state": (("sampler", "generator"), None),
+        "'generator' is not a state": (("sampler", "generator"), None),
         "transforms": (("transforms",), {"weight": torch.zeros(2)}),
         "mean": (("intrinsic", "mean"), GONE),
     },

@@ -66,7 +66,7 @@ LEAVES = (
         *(lambda tree, index=index: tree[index] for index in NO_INDEX),
         error=TypeError,
     ),
-    Refusal("got 10 leaves, but holds 9", lambda tree: tree.set_all(torch.ones(10))),
+    Refusal("got 10 leaves, but the capacity is 9", lambda tree: tree.set_all(torch.ones(10))),
 )
 
 

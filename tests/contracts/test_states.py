@@ -114,7 +114,7 @@ FOLDERS = [each for each in EVERY["ways"] if each.values[1] == "folder" and each
 def test_damaged_file_changes_nothing(part: Part, way: str, tmp_path: Path) -> None:
     one = part.made(1, first=7)
     kept = copy.deepcopy(one.state_dict())
-    with pytest.raises(FileNotFoundError, match="holds no saved state"):
+    with pytest.raises(FileNotFoundError, match="has no saved state"):
         one.loads(tmp_path / "state")
     part.made().dumps(tmp_path / "state")
     for file in (tmp_path / "state").iterdir():

@@ -120,7 +120,7 @@ def test_settings_that_exceed_memory_or_disk_are_refused_before_collection(tmp_p
             {"frames_per_batch": 2**50},
             rf"rollout of {2**50} frames needs .* free in the memory.*lower frames_per_batch",
         ),
-        (beside, r"^buffer_dir=.*file/buffer cannot be written to .*name another folder"),
+        (beside, r"^buffer_dir must be a writable folder, got .*file/buffer .*Name another folder"),
     ):
         data = replay_data(**settings)
         with pytest.raises(ValueError, match=message):

@@ -25,7 +25,7 @@ def steps(count: int, draw: torch.Generator, ids: list[int]) -> TensorDict:
 
 def expected(buffer: ExperienceBuffer) -> list[tuple[Any, ...]]:
     """Return environment, begin, length, return and end of each episode, step by step."""
-    index, found = buffer.writer.index, []
+    index, episodes = buffer.writer.index, []
     for env in range(buffer.writer.num_envs):
         position = torch.arange(int(buffer.writer.oldest[env]), int(buffer.writer.positions[env]))
         if not len(position):
@@ -34,33 +34,33 @@ def expected(buffer: ExperienceBuffer) -> list[tuple[Any, ...]]:
         begin, end = index.bounds(ids, position)
         rows = buffer.storage.get(buffer.writer.cell(ids, position))["next"]
         for first in begin.unique().tolist():
-            chosen = begin == first
-            last = rows[chosen][-1]
-            newest = int(end[chosen][0]) == int(position[-1])
+            in_episode = begin == first
+            last = rows[in_episode][-1]
+            newest = int(end[in_episode][0]) == int(position[-1])
             kind = "cut"
             if last["done"]:
                 kind = "terminated" if last["terminated"] else "truncated"
             elif newest and bool(index.arrays[3][env]):
                 kind = "running"
-            returned = pytest.approx(float(rows["reward"][chosen].sum()), abs=1e-4)
-            found.append((env, first, int(chosen.sum()), kind, returned))
-    return found
+            episode_return = pytest.approx(float(rows["reward"][in_episode].sum()), abs=1e-4)
+            episodes.append((env, first, int(in_episode.sum()), kind, episode_return))
+    return episodes
 
 
-def shown(buffer: Any, **options: Any) -> list[tuple[Any, ...]]:
+def inspected_episodes(buffer: Any, **options: Any) -> list[tuple[Any, ...]]:
     (summary,) = inspect_buffer(buffer, **options).summaries
     episodes = summary.episodes
-    ends = [ENDS[end] for end in episodes.end]
-    rows = zip(episodes.env, episodes.begin, episodes.length, ends, episodes.returned, strict=True)
+    ends = [ENDS[end] for end in episodes.end_kind]
+    rows = zip(episodes.env, episodes.begin, episodes.length, ends, episodes.episode_return, strict=True)
     return sorted((int(env), int(begin), int(length), end, float(total)) for env, begin, length, end, total in rows)
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("saved", [False, True])
-def test_episodes_are_those_of_the_index_after_any_operation(
+def test_episodes_match_the_episode_index_after_any_operation(
     seed: int, saved: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(buffer_views, "PIECE", 300)
+    monkeypatch.setattr(buffer_views, "CHUNK_BYTES", 300)
     draw, envs = torch.Generator().manual_seed(seed), 3
     buffer = ExperienceBuffer(storage=RingStorage(20 * envs), sampler=UniformSampler(), num_envs=envs)
     for number in range(20):
@@ -77,12 +77,12 @@ def test_episodes_are_those_of_the_index_after_any_operation(
             cell = buffer.writer.cell(torch.tensor([ids[0]]), buffer.writer.positions[ids[0]].view(1) - 1)
             buffer.storage.write_entry(("next", "done"), cell, torch.tensor([[True]]))
             buffer.storage.write_entry(("next", "terminated"), cell, torch.tensor([[True]]))
-        found = shown(buffer.state_dict() if saved else buffer)
-        assert found == expected(buffer)
-    assert any(row[3] == "cut" for row in found)
+        episodes = inspected_episodes(buffer.state_dict() if saved else buffer)
+        assert episodes == expected(buffer)
+    assert any(row[3] == "cut" for row in episodes)
 
 
-def test_trajectory_that_ids_cut_is_shown_as_two(tmp_path: Path) -> None:
+def test_trajectory_cut_by_ids_is_shown_as_two_episodes(tmp_path: Path) -> None:
     draw = torch.Generator().manual_seed(0)
     data = steps(6, draw, [0]).reshape(-1)
     data["next"].update({name: torch.zeros(6, 1, dtype=torch.bool) for name in ("done", "terminated", "truncated")})
@@ -92,15 +92,15 @@ def test_trajectory_that_ids_cut_is_shown_as_two(tmp_path: Path) -> None:
     inspection = inspect_buffer(buffer)
     (summary,) = inspection.summaries
     assert summary.episodes.length.tolist() == [2, 3, 1]
-    assert summary.episodes.end.tolist() == [CUT, CUT, 0]
-    assert summary.episodes.whole.tolist() == [True, True, False]
+    assert summary.episodes.end_kind.tolist() == [CUT, CUT, 0]
+    assert summary.episodes.is_complete.tolist() == [True, True, False]
     page = fragment(inspection.summaries)
     assert "cut after 2 steps" in page
     assert "2 cut" in str(inspection)
     buffer.dumps(tmp_path / "buffer")
     restored = ExperienceBuffer(storage=RingStorage(9), writer=RingWriter(track_episodes=True))
     restored.loads(tmp_path / "buffer")
-    assert shown(restored) == shown(buffer)
+    assert inspected_episodes(restored) == inspected_episodes(buffer)
 
 
 @pytest.mark.parametrize("last", [1, 4, 100])
@@ -111,7 +111,7 @@ def test_newest_cells_show_the_ends_of_their_episodes(last: int) -> None:
     data["next", "done"] = torch.zeros(8, 1, dtype=torch.bool)
     buffer.extend(data)
     buffer.writer.cut()
-    assert [row[:4] for row in shown(buffer, last=last)] == [(0, max(0, 8 - last), min(8, last), "cut")]
+    assert [row[:4] for row in inspected_episodes(buffer, last=last)] == [(0, max(0, 8 - last), min(8, last), "cut")]
 
 
 def test_ends_follow_the_reduced_flags_of_agents() -> None:
@@ -120,4 +120,4 @@ def test_ends_follow_the_reduced_flags_of_agents() -> None:
     writer = RingWriter(track_episodes=True, done_reduce="all")
     buffer = ExperienceBuffer(storage=RingStorage(9), writer=writer)
     buffer.extend(TensorDict({"next": after}, [5]))
-    assert [row[1:4] for row in shown(buffer)] == [(0, 3, "done"), (3, 2, "running")]
+    assert [row[1:4] for row in inspected_episodes(buffer)] == [(0, 3, "done"), (3, 2, "running")]

@@ -103,23 +103,23 @@ REWARDS = {
 
 
 @pytest.mark.parametrize("name", REWARDS)
-def test_any_rewards_are_shown(name):
+def test_page_accepts_any_rewards(name):
     for sampler in ({}, {"sampler": PrioritizedSampler(200)}):
-        found = inspect_state(state_of(REWARDS[name], **sampler), "it")
-        assert f"{COUNT} of 200 cells" in show(found)
-        assert found.unreadable == ()
+        inspection = inspect_state(state_of(REWARDS[name], **sampler), "it")
+        assert f"{COUNT} of 200 cells" in show(inspection)
+        assert inspection.unreadable == ()
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.int64, torch.float64, torch.float16])
 @pytest.mark.parametrize("shape", [(), (3,), (0,), (2, 2), (70,)])
-def test_columns_of_any_dtype_and_shape_are_shown(dtype, shape):
+def test_page_accepts_columns_of_any_dtype_and_shape(dtype, shape):
     state = state_of()
     state["storage"]["data"]["x"] = torch.ones(COUNT, *shape).to(dtype)
     assert "next.reward" in show(inspect_state(state, "it"))
 
 
 @pytest.mark.parametrize("values", [[math.inf], [math.nan], [-1.0], [0.0], [1e30], [1e-44], [1e30, 1e-30, 0.0]])
-def test_priorities_of_any_value_are_shown(values):
+def test_page_accepts_any_priorities(values):
     state = state_of(sampler=PrioritizedSampler(200))
     leaves = state["sampler"]["leaves"]
     state["sampler"]["leaves"] = torch.tensor(values).repeat(len(leaves))[: len(leaves)].to(leaves.dtype)
@@ -161,36 +161,36 @@ def paths_in(node, path=()):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_wrong_type_anywhere_is_shown_or_told_in_one_line(kind):
-    whole = KINDS[kind]()
+def test_wrong_type_is_shown_or_reported_in_one_line(kind):
+    valid_state = KINDS[kind]()
     began = time.process_time()
     count = 0
-    for number, path in enumerate(paths_in(whole)):
+    for number, path in enumerate(paths_in(valid_state)):
         for name, value in list(WRONG.items())[number % 3 :: 3]:  # all would take a minute
-            state = copy.copy(whole)
+            state = copy.copy(valid_state)
             level = state
             for key in path[:-1]:
                 level[key] = copy.copy(level[key])
                 level = level[key]
             level[path[-1]] = value
             count += 1
-            refused = None
+            message = None
             try:
-                found = inspect_state(state, "it")
+                inspection = inspect_state(state, "it")
             except ValueError as error:
-                refused = str(error)
-            if refused is None:
-                assert str(found) if count % 8 else show(found)
+                message = str(error)
+            if message is None:
+                assert str(inspection) if count % 8 else show(inspection)
             else:
-                assert refused.isprintable(), (path, name)
+                assert message.isprintable(), (path, name)
     assert count > 40
     assert time.process_time() - began < 0.2 * count
 
 
-def test_zero_lengths_are_told_in_one_line():
+def test_zero_lengths_are_reported_in_one_line():
     state = state_of()
     state["writer"]["length"] = 0
-    with pytest.raises(ValueError, match="length must be a whole number of at least 1, got 0"):
+    with pytest.raises(ValueError, match="length must be an integer of at least 1, got 0"):
         inspect_state(state, "it")
 
 
@@ -199,29 +199,32 @@ def test_empty_buffers_are_shown(buffer):
     assert "nothing is stored yet" in show(inspect_buffer(buffer))
 
 
-def test_others_are_shown_beside_one_that_cannot_be(tmp_path):
+def test_readable_buffers_are_shown_beside_unreadable_ones(tmp_path):
     torn = state_of()
     torn["writer"]["positions"] = "x"
-    found = inspect_state({"ranks": [state_of(), torn, state_of()]}, "it")
-    assert len(found.summaries) == 2
-    assert re.fullmatch(r"it\[1\] cannot be shown: positions must be torch\.int64 .* got str .*", *found.unreadable)
-    assert show(found).count("it[1] cannot be shown") == 2
-    found.write_html(tmp_path / "page.html")
+    inspection = inspect_state({"ranks": [state_of(), torn, state_of()]}, "it")
+    assert len(inspection.summaries) == 2
+    assert re.fullmatch(
+        r"it\[1\] cannot be shown: positions must be torch\.int64 .* got str .*", *inspection.unreadable
+    )
+    assert show(inspection).count("it[1] cannot be shown") == 2
+    inspection.write_html(tmp_path / "page.html")
     assert "it[1] cannot be shown" in (tmp_path / "page.html").read_text()
 
 
-def test_rank_whose_buffer_is_gone_and_a_torn_demonstration_are_told_beside_the_others(tmp_path):
+def test_missing_rank_buffer_and_torn_demonstration_are_reported_beside_others(tmp_path):
     buffer = ExperienceBuffer(storage=RingStorage(8))
     buffer.extend(TensorDict({"x": torch.rand(3, 1)}, [3]))
     buffer.dumps(tmp_path / "buffer" / "0123abcd" / "rank_0" / "after_1_0000000a")
     references = [{"run": "0123abcd", "name": f"after_1_0000000{name}", "folder": "/nowhere/rank_0"} for name in "ab"]
     (tmp_path / "checkpoints").mkdir()
     torch.save(
-        {"ReplayDataModule": {"ranks": [{"snapshot": each} for each in references]}}, tmp_path / "checkpoints/a.ckpt"
+        {"ReplayDataModule": {"ranks": [{"snapshot": reference} for reference in references]}},
+        tmp_path / "checkpoints/a.ckpt",
     )
-    found = look(tmp_path)
-    assert len(found.summaries) == 1
-    assert [line.partition(" cannot")[0] for line in found.unreadable] == ["the buffer of rank 1"]
+    inspection = look(tmp_path)
+    assert len(inspection.summaries) == 1
+    assert [line.partition(" cannot")[0] for line in inspection.unreadable] == ["the buffer of rank 1"]
 
     demos = tmp_path / "demos"
     demos.mkdir()
@@ -229,9 +232,9 @@ def test_rank_whose_buffer_is_gone_and_a_torn_demonstration_are_told_beside_the_
     steps["next", "reward"] = torch.rand(5, 1)
     write_demonstration(demos / "a.safetensors", Demonstration(steps, terminated=True, truncated=False))
     (demos / "b\x1b[31m.safetensors").write_bytes(b"x")
-    found = look(demos)
-    assert len(found.summaries) == len(found.unreadable) == 1
-    assert r"b\x1b[31m.safetensors was refused" in show(found)
+    inspection = look(demos)
+    assert len(inspection.summaries) == len(inspection.unreadable) == 1
+    assert r"b\x1b[31m.safetensors was refused" in show(inspection)
 
 
 NAMES = [
@@ -251,60 +254,62 @@ NAMES = [
 @pytest.mark.parametrize("name", NAMES)
 def test_names_are_escaped_on_terminal_and_page(name):
     state = state_of(name=name)
-    shown = show(inspect_state({"a": {name: state}}, f"file {name}"))
+    output = show(inspect_state({"a": {name: state}}, f"file {name}"))
     assert "<script>" not in inspect_state(state, "it")._repr_html_()
-    assert "\x1b" not in shown
-    assert "next.reward" in shown
+    assert "\x1b" not in output
+    assert "next.reward" in output
 
 
-def test_many_buffers_are_told_in_one_line():
-    found = inspect_state([state_of()] * 200, "it")
-    assert len(found.summaries) == 64
-    assert found.unreadable == ("it holds more than 64 buffers; the others are left out",)
+def test_too_many_buffers_are_reported_in_one_line():
+    inspection = inspect_state([state_of()] * 200, "it")
+    assert len(inspection.summaries) == 64
+    assert inspection.unreadable == ("it has more than 64 buffers; the others are skipped",)
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_frames_that_are_stored_once_are_shown_and_judged_as_images(tmp_path, saved):
+def test_deduplicated_frames_are_shown_and_diagnosed_as_images(tmp_path, saved):
     buffer, stacks = stacked_buffer(600, 64)
     state = copy.deepcopy(buffer.state_dict())
     if saved:
         write_state(tmp_path / "state", state)
         state = read_state(tmp_path / "state", streamed=True)
-    found = inspect_state(state, "it")
-    (summary,) = found.summaries
-    shown = summary.entry("observation")
-    assert shown.shape == (3, 64, 64)
-    assert shown.dtype == "uint8"
-    assert (shown.low, shown.high) == (0, 255)
-    kept = stacks[-summary.content.count :]
-    assert shown.mean == pytest.approx(float(kept.double().mean()))
-    leaf = summary.content.leaves["observation",]
-    first = int(summary.content.first[0]) % summary.content.length
-    assert torch.equal(leaf[:][first], kept[0])
-    assert found._repr_html_().count("data:image/png") > 10
-    assert "same image" not in " ".join(found.findings)
+    inspection = inspect_state(state, "it")
+    (summary,) = inspection.summaries
+    entry = summary.entry("observation")
+    assert entry.shape == (3, 64, 64)
+    assert entry.dtype == "uint8"
+    assert (entry.low, entry.high) == (0, 255)
+    stored = stacks[-summary.view.count :]
+    assert entry.mean == pytest.approx(float(stored.double().mean()))
+    leaf = summary.view.leaves["observation",]
+    first = int(summary.view.first[0]) % summary.view.length
+    assert torch.equal(leaf[:][first], stored[0])
+    assert inspection._repr_html_().count("data:image/png") > 10
+    assert "same image" not in " ".join(inspection.findings)
 
 
-def test_frames_that_never_change_are_judged():
+def test_constant_frames_are_diagnosed():
     buffer = ExperienceBuffer(storage=FrameStorage(200, 2))
     images = torch.full((150, 2, 20, 20), 7, dtype=torch.uint8)
     data = TensorDict({"observation": images, "next": {"observation": images, "reward": torch.rand(150, 1)}}, [150])
     buffer.extend(data)
-    assert "observation is the same image in every step: it tells a network nothing" in inspect_buffer(buffer).findings
+    assert (
+        "observation is the same image in every step: a network cannot learn from it" in inspect_buffer(buffer).findings
+    )
 
 
-def test_manifest_of_many_values_is_refused_before_it_is_parsed(tmp_path):
+def test_manifest_with_too_many_values_raises_before_parsing(tmp_path):
     write_state(tmp_path / "state", state_of())
     (tmp_path / "state" / MANIFEST).write_text("[" + "[]," * 1_000_000 + "[]]")
     with pytest.raises(ValueError, match=r"at most .* values, got"):
         read_state(tmp_path / "state")
-    with pytest.raises(ValueError, match="could not be read again"):
+    with pytest.raises(ValueError, match="can be read again"):
         write_state(tmp_path / "other", {"x": [0] * 1_000_001})
     assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("kind", ["huge", "zero"])
-def test_command_shows_or_refuses_a_saved_state(tmp_path, capsys, kind):
+def test_inspect_command_shows_or_rejects_a_saved_state(tmp_path, capsys, kind):
     state = state_of(REWARDS["huge"] if kind == "huge" else None)
     if kind == "zero":
         state["writer"]["length"] = 0

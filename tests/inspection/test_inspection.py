@@ -47,57 +47,66 @@ def steps(count, seed=0, **changed):
 def filled(cells=120, envs=4, rounds=(120,), uneven=False, **options):
     """Fill a buffer, and return it with what each environment was given."""
     buffer = ExperienceBuffer(storage=RingStorage(cells), num_envs=envs, **options)
-    given = [[] for _ in range(envs)]
+    written = [[] for _ in range(envs)]
     for seed, count in enumerate(rounds):
         ids = [1, 3] if uneven and seed % 2 else list(range(envs))
         data = steps(count // envs * len(ids), seed)
         buffer.extend(data.reshape(-1, len(ids)), torch.tensor(ids), time_dim=0)
-        for place, env in enumerate(ids):
-            given[env].append(data[place :: len(ids)])
-    return buffer, [torch.cat(parts) for parts in given]
+        for column, env in enumerate(ids):
+            written[env].append(data[column :: len(ids)])
+    return buffer, [torch.cat(parts) for parts in written]
 
 
-@pytest.mark.parametrize("piece", [buffer_views.PIECE, 300])
+@pytest.mark.parametrize("piece", [buffer_views.CHUNK_BYTES, 300])
 @pytest.mark.parametrize(
     ("rounds", "uneven"), [((80,), False), ((120, 92), False), ((40, 40), True), ((120, 60, 40), True)]
 )
-def test_entries_and_episodes_are_those_that_a_plain_walk_finds(monkeypatch, piece, rounds, uneven):
-    monkeypatch.setattr(buffer_views, "PIECE", piece)
-    buffer, given = filled(rounds=rounds, uneven=uneven)
+def test_entries_and_episodes_match_a_plain_loop(monkeypatch, piece, rounds, uneven):
+    monkeypatch.setattr(buffer_views, "CHUNK_BYTES", piece)
+    buffer, written = filled(rounds=rounds, uneven=uneven)
     (summary,) = inspect_buffer(buffer).summaries
-    held = [rows[-int(count) :] for rows, count in zip(given, buffer.writer.filled, strict=True)]
-    every = torch.cat(held)
+    stored = [rows[-int(count) :] for rows, count in zip(written, buffer.writer.filled, strict=True)]
+    all_steps = torch.cat(stored)
 
     entry = summary.entry("action")
-    assert (entry.low, entry.high) == pytest.approx((every["action"].min().item(), every["action"].max().item()))
-    assert entry.mean == pytest.approx(every["action"].mean().item(), rel=1e-5)
-    assert entry.std == pytest.approx(every["action"].std(correction=0).item(), rel=1e-4)
+    assert (entry.low, entry.high) == pytest.approx(
+        (all_steps["action"].min().item(), all_steps["action"].max().item())
+    )
+    assert entry.mean == pytest.approx(all_steps["action"].mean().item(), rel=1e-5)
+    assert entry.std == pytest.approx(all_steps["action"].std(correction=0).item(), rel=1e-4)
 
-    wanted = []
-    for env, (rows, whole) in enumerate(zip(held, given, strict=True)):
-        total, length, begun = 0.0, 0, len(rows) == len(whole)
+    expected = []
+    for env, (rows, written_rows) in enumerate(zip(stored, written, strict=True)):
+        total, length, is_begun = 0.0, 0, len(rows) == len(written_rows)
         for reward, done, terminated in zip(
             *(rows["next", name][:, 0].tolist() for name in ("reward", "done", "terminated")), strict=True
         ):
             total, length = total + reward, length + 1
             if done:
-                wanted.append((env, length, round(total, 3), "terminated" if terminated else "truncated", begun))
-                total, length, begun = 0.0, 0, True
+                expected.append((env, length, round(total, 3), "terminated" if terminated else "truncated", is_begun))
+                total, length, is_begun = 0.0, 0, True
         if length:
-            wanted.append((env, length, round(total, 3), "running", False))
-    found = summary.episodes
+            expected.append((env, length, round(total, 3), "running", False))
+    episodes = summary.episodes
     rows = sorted(
-        zip(found.env, found.length, found.returned, (ENDS[end] for end in found.end), found.whole, strict=True)
+        zip(
+            episodes.env,
+            episodes.length,
+            episodes.episode_return,
+            (ENDS[end] for end in episodes.end_kind),
+            episodes.is_complete,
+            strict=True,
+        )
     )
-    wanted = sorted(wanted)
-    assert [(row[:2], row[3:]) for row in rows] == [(row[:2], row[3:]) for row in wanted]
-    assert [row[2] for row in rows] == pytest.approx([row[2] for row in wanted], abs=2e-3)
+    expected = sorted(expected)
+    assert [(row[:2], row[3:]) for row in rows] == [(row[:2], row[3:]) for row in expected]
+    assert [row[2] for row in rows] == pytest.approx([row[2] for row in expected], abs=2e-3)
 
 
-def test_saved_buffer_is_read_in_pieces_and_says_the_same(tmp_path, monkeypatch):
+def test_saved_buffer_read_in_chunks_has_the_same_summary(tmp_path, monkeypatch):
     buffer, _ = filled(rounds=(120, 60))
     buffer.dumps(tmp_path / "saved")
-    monkeypatch.setattr("torchrl_lightning._core.files._STREAMED", 16)
+    monkeypatch.setattr("torchrl_lightning._core.files._STREAMED_BYTES", 16)
     state = read_state(tmp_path / "saved", streamed=True)
     assert isinstance(state["storage"]["data"]["observation"], MappedTensor)
     assert str(inspect_state(state, "it")) == str(inspect_buffer(buffer, name="it"))
@@ -108,30 +117,30 @@ def test_ages_and_priorities():
     buffer = ExperienceBuffer(storage=RingStorage(400), sampler=sampler)
     cells = buffer.extend(steps(200))
     buffer.update_priority(cells, torch.cat([torch.full((199,), 1.0), torch.tensor([801.0])]))
-    found = inspect_buffer(buffer)
-    held, ages = found.summaries[0].priorities, found.summaries[0].ages
-    assert (held.known, held.half) == (200, 1)
-    assert held.largest == pytest.approx(0.801)
+    inspection = inspect_buffer(buffer)
+    priorities, ages = inspection.summaries[0].priorities, inspection.summaries[0].ages
+    assert (priorities.num_cells, priorities.half) == (200, 1)
+    assert priorities.largest == pytest.approx(0.801)
     assert (ages.oldest, ages.mean) == (199, 99.5)
     assert ages.drawn == pytest.approx(sum(range(1, 200)) / 1000)
-    assert "one priority holds 80% of the mass: one step fills the batches" in found.findings
+    assert "one step has 80% of the sampling probability: it fills the batches" in inspection.findings
 
 
 @pytest.mark.parametrize("count", [7, 200])
-def test_curve_and_the_half_of_uneven_priorities_are_those_of_a_plain_sum(count):
+def test_priority_shares_and_half_match_a_plain_sum(count):
     sampler = PrioritizedSampler(400, alpha=1.0, beta=0.4)
     buffer = ExperienceBuffer(storage=RingStorage(400), sampler=sampler)
     cells = buffer.extend(steps(count))
-    given = torch.rand(count, generator=torch.Generator().manual_seed(1)) ** 3 + 0.01
-    buffer.update_priority(cells, given)
-    held = inspect_buffer(buffer).summaries[0].priorities
-    shares = np.sort(given.double().numpy())[::-1].cumsum() / given.double().sum().item()
-    assert held.half == int((shares < 0.5).sum()) + 1
-    assert sum(held.shares) == pytest.approx(1)
-    assert sum(held.shares[:16]) == pytest.approx(shares[count // 2 - 1], rel=1e-4)
+    values = torch.rand(count, generator=torch.Generator().manual_seed(1)) ** 3 + 0.01
+    buffer.update_priority(cells, values)
+    priorities = inspect_buffer(buffer).summaries[0].priorities
+    shares = np.sort(values.double().numpy())[::-1].cumsum() / values.double().sum().item()
+    assert priorities.half == int((shares < 0.5).sum()) + 1
+    assert sum(priorities.shares) == pytest.approx(1)
+    assert sum(priorities.shares[:16]) == pytest.approx(shares[count // 2 - 1], rel=1e-4)
 
 
-def test_sample_of_an_entry_keeps_no_piece_alive():
+def test_entry_sample_keeps_no_chunk_alive():
     buffer = ExperienceBuffer(storage=RingStorage(50_000))
     buffer.extend(steps(50_000))
     sample = inspect_buffer(buffer).summaries[0].entry("observation").sample
@@ -141,22 +150,22 @@ def test_sample_of_an_entry_keeps_no_piece_alive():
 
 
 @pytest.mark.parametrize(
-    ("entries", "told"),
+    ("entries", "message"),
     [
         ({("next", "reward"): torch.zeros(200, 1)}, "next.reward is zero in every step"),
         ({"observation": torch.full((200, 3), torch.nan)}, "observation holds 600 numbers that are NaN"),
         ({"observation": torch.rand(200, 3) * torch.tensor([1, 0, 1])}, "observation has 1 of 3 numbers that are"),
-        ({"action": torch.rand(200, 2).mul(9).clamp(0, 1)}, "action[0] lies at its bounds"),
+        ({"action": torch.rand(200, 2).mul(9).clamp(0, 1)}, "action[0] is at its bounds"),
         ({"action": torch.arange(200) // 199}, "action is 0 in 100% of the steps"),
         ({("next", "terminated"): torch.zeros(200, 1, dtype=torch.bool)}, "next.terminated is never set"),
     ],
 )
-def test_what_looks_wrong_is_said(entries, told):
+def test_likely_mistakes_are_reported(entries, message):
     buffer = ExperienceBuffer(storage=RingStorage(200))
     assert not inspect_buffer(_extended(buffer, {})).findings
-    found = inspect_buffer(_extended(ExperienceBuffer(storage=RingStorage(200)), entries))
-    assert any(finding.startswith(told) for finding in found.findings), found.findings
-    assert f"! {told}" in str(found)
+    inspection = inspect_buffer(_extended(ExperienceBuffer(storage=RingStorage(200)), entries))
+    assert any(finding.startswith(message) for finding in inspection.findings), inspection.findings
+    assert f"! {message}" in str(inspection)
 
 
 def _extended(buffer, entries):
@@ -164,32 +173,32 @@ def _extended(buffer, entries):
     return buffer
 
 
-def test_demonstrations_are_episodes_that_end_as_they_say():
-    storage, given = DemonstrationStorage(), []
+def test_demonstrations_are_episodes_with_their_recorded_ends():
+    storage, demonstrations = DemonstrationStorage(), []
     for number, terminated in enumerate((True, False, None)):
         data = steps(5 + number).select("observation", "action", ("next", "reward"))
         ends = {} if terminated is None else {"terminated": terminated, "truncated": not terminated}
-        given.append(Demonstration(data, **ends))
-    storage.replace(given, [])
+        demonstrations.append(Demonstration(data, **ends))
+    storage.replace(demonstrations, [])
     (summary,) = inspect_buffer(storage).summaries
     assert sorted(summary.episodes.length.tolist()) == [5, 6, 7]
-    assert np.bincount(summary.episodes.end).tolist() == [0, 2, 1]
-    assert summary.episodes.whole.all()
+    assert np.bincount(summary.episodes.end_kind).tolist() == [0, 2, 1]
+    assert summary.episodes.is_complete.all()
 
 
-def test_newest_cells_alone():
-    buffer, given = filled(rounds=(120, 60))
+def test_last_inspects_only_the_newest_cells():
+    buffer, written = filled(rounds=(120, 60))
     (summary,) = inspect_buffer(buffer, last=40).summaries
-    newest = torch.cat([rows[-10:] for rows in given])
-    assert summary.content.looked_at == 40
+    newest = torch.cat([rows[-10:] for rows in written])
+    assert summary.view.num_inspected == 40
     assert summary.entry("observation").high == pytest.approx(newest["observation"].max().item())
 
 
 def test_storage_of_uneven_rings_shows_all_its_rows():
     buffer = ExperienceBuffer(storage=RingStorage(20), num_envs=2)
     buffer.extend(TensorDict({"x": torch.arange(6.0)[:, None, None]}, [6, 1]), torch.tensor([1]), time_dim=0)
-    for each in (buffer, buffer.storage, buffer.storage.state_dict()):
-        entry = inspect_buffer(each).summaries[0].entry("x")
+    for source in (buffer, buffer.storage, buffer.storage.state_dict()):
+        entry = inspect_buffer(source).summaries[0].entry("x")
         assert (entry.low, entry.mean, entry.high) == (0.0, 2.5, 5.0)
 
 
@@ -204,7 +213,7 @@ def test_storage_of_uneven_rings_shows_all_its_rows():
         ("cells", lambda cells: cells * 0, "positions"),
     ],
 )
-def test_counters_that_lead_to_other_cells_are_told_in_one_line(key, change, setting):
+def test_inconsistent_counters_are_reported_in_one_line(key, change, setting):
     state = copy.deepcopy(filled(rounds=(40, 40), uneven=True)[0].state_dict())
     part = state["storage" if key == "cells" else "writer"]
     part[key] = change(part[key])
@@ -213,13 +222,13 @@ def test_counters_that_lead_to_other_cells_are_told_in_one_line(key, change, set
     assert "\n" not in str(error.value)
 
 
-def test_buffer_of_a_billion_cells_is_refused_by_one_line_that_says_the_mend():
+def test_buffer_of_a_billion_cells_raises_with_a_remedy():
     flags = {"observation": torch.zeros(1).expand(10**9)}
     storage = {"max_size": 10**9, "count": 10**9, "cells": None, "cursor": -1, "data": flags}
-    with pytest.raises(ValueError, match=r"^it holds 1,000,000,000 cells, .*--last 10000000.*last=10_000_000") as error:
+    with pytest.raises(ValueError, match=r"^it has 1,000,000,000 cells, .*--last 10000000.*last=10_000_000") as error:
         inspect_state(storage, "it")
     assert "\n" not in str(error.value)
-    assert inspect_state(storage, "it", last=1000).summaries[0].content.looked_at == 1000
+    assert inspect_state(storage, "it", last=1000).summaries[0].view.num_inspected == 1000
 
 
 def test_memory_of_an_inspection_does_not_grow_with_the_cells():
@@ -230,7 +239,7 @@ def test_memory_of_an_inspection_does_not_grow_with_the_cells():
         writer = {"positions": torch.full((4,), count // 4), "oldest": torch.zeros(4).long(), "length": count // 4}
         tracemalloc.start()
         try:
-            assert inspect_state({"storage": storage, "writer": writer}, "it").summaries[0].content.count == count
+            assert inspect_state({"storage": storage, "writer": writer}, "it").summaries[0].view.count == count
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
@@ -238,28 +247,28 @@ def test_memory_of_an_inspection_does_not_grow_with_the_cells():
     assert peak_of(2_000_000) < 1.2 * peak_of(500_000)
 
 
-def test_summary_is_told_without_its_samples():
+def test_summary_repr_omits_samples():
     summaries = inspect_buffer(filled(sampler=PrioritizedSampler(120))[0]).summaries
     assert len(repr(summaries)) < 4000
     assert "Entry(key=('observation',), shape=(3,), dtype='float32'" in repr(summaries)
 
 
-def test_nothing_stored_yet_and_nothing_of_ours():
+def test_empty_buffer_and_foreign_objects():
     assert inspect_buffer(ExperienceBuffer()).findings == ["nothing is stored yet"]
-    with pytest.raises(ValueError, match="A list is no buffer; pass one of ours"):
+    with pytest.raises(ValueError, match=r"buffer must be .*, got a list"):
         inspect_buffer([])
-    with pytest.raises(ValueError, match=r"A str is no buffer; .* torchrl-lightning-inspect PATH reads what lies"):
+    with pytest.raises(ValueError, match=r"buffer must be .*, got a str; torchrl-lightning-inspect PATH reads a file"):
         inspect_buffer("RUN")
-    with pytest.raises(ValueError, match="it holds no buffer"):
+    with pytest.raises(ValueError, match="it has no buffer"):
         inspect_state({"weights": {}}, "it")
     assert episodes_in(next(buffer_views.contents_in(ExperienceBuffer().state_dict(), "it"))) is None
     assert summarize(next(buffer_views.contents_in(ExperienceBuffer().state_dict(), "it"))).ages is None
 
 
-@pytest.mark.parametrize("piece", [buffer_views.PIECE, 300])
+@pytest.mark.parametrize("piece", [buffer_views.CHUNK_BYTES, 300])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64, torch.uint8])
 def test_statistics_of_small_differences_at_a_large_offset(monkeypatch, piece, dtype):
-    monkeypatch.setattr(buffer_views, "PIECE", piece)
+    monkeypatch.setattr(buffer_views, "CHUNK_BYTES", piece)
     offset = {torch.uint8: 250, torch.float32: 2**20}.get(dtype, 1_700_000_037)
     values = torch.arange(200).remainder(5).sub(2)[:, None]
     values[0] = -offset  # an outlier at the begin
@@ -269,11 +278,11 @@ def test_statistics_of_small_differences_at_a_large_offset(monkeypatch, piece, d
     entries = {"clock": clock, "late": torch.cat([clock[:1] * 0, clock])[:199], "constant": constant[:199]}
     buffer.extend(steps(199, entries=entries))
     (summary,) = inspect_buffer(buffer).summaries
-    for name, each in entries.items():
-        entry, wide = summary.entry(name), each.double()
+    for name, values_of_entry in entries.items():
+        entry, wide = summary.entry(name), values_of_entry.double()
         assert (entry.low, entry.high) == (wide.min().item(), wide.max().item())
         assert entry.mean == pytest.approx(wide.mean().item(), rel=1e-12)
         assert entry.std == pytest.approx(wide.std(correction=0).item(), rel=1e-6, abs=1e-6)
-    told = [line for line in findings(summary) if "the same in every step" in line]
-    assert ["clock" in line for line in told] == [False]
+    lines = [line for line in findings(summary) if "the same in every step" in line]
+    assert ["clock" in line for line in lines] == [False]
     assert summary.entry("constant").std == 0.0

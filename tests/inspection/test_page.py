@@ -16,7 +16,7 @@ from matplotlib.image import imread
 from tensordict import TensorDict
 
 from torchrl_lightning import ExperienceBuffer, PrioritizedSampler, RingStorage, inspect_buffer
-from torchrl_lightning.inspection.page import chosen, pixels
+from torchrl_lightning.inspection.page import pixels, selected_episodes
 from torchrl_lightning.inspection.pictures import bars, histogram, lines
 from torchrl_lightning.inspection.tables import title_of
 
@@ -29,13 +29,13 @@ class Dom(HTMLParser):
 
     def __init__(self, page: str) -> None:
         super().__init__()
-        self.open, self.found, self.text = [], [], []
+        self.open, self.elements, self.text = [], [], []
         self.feed(page)
         self.close()
         assert not self.open
 
     def handle_starttag(self, tag, attrs):
-        self.found.append((tag, dict(attrs)))
+        self.elements.append((tag, dict(attrs)))
         if tag not in VOID:
             self.open.append(tag)
 
@@ -47,7 +47,7 @@ class Dom(HTMLParser):
         self.text.append(data)
 
     def all(self, tag):
-        return [attrs for found, attrs in self.found if found == tag]
+        return [attrs for name, attrs in self.elements if name == tag]
 
 
 @pytest.fixture(scope="module")
@@ -63,37 +63,37 @@ def buffer():
     return buffer
 
 
-def test_page_is_nested_needs_nothing_else_and_tells_what_the_tables_do(buffer, tmp_path):
-    found = inspect_buffer(buffer)
-    found.write_html(tmp_path / "page.html")
+def test_page_is_well_formed_self_contained_and_repeats_the_tables(buffer, tmp_path):
+    inspection = inspect_buffer(buffer)
+    inspection.write_html(tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     dom, text = Dom(page), page.replace("data:image/png;base64,", "")
     assert "http" not in text
     assert "<script" not in page
     assert "<b>" not in page  # a key is text, whatever it is
     assert {"&lt;b&gt;", "pixels"} <= {cell for cell in page.replace("<td>", "</td>").split("</td>") if cell in text}
-    assert title_of(found.summaries[0]) in dom.text
-    assert set(found.findings) <= set(dom.text)
+    assert title_of(inspection.summaries[0]) in dom.text
+    assert set(inspection.findings) <= set(dom.text)
     assert [attrs["title"] for attrs in dom.all("img")][:5] == [f"step {number}" for number in range(5)]
     assert base64.b64decode(dom.all("img")[0]["src"].split(",")[1]).startswith(b"\x89PNG")
-    assert len(dom.all("details")) == len(chosen(found.summaries[0].episodes))
+    assert len(dom.all("details")) == len(selected_episodes(inspection.summaries[0].episodes))
     assert len(dom.all("svg")) > 5
-    assert found._repr_html_() in page
+    assert inspection._repr_html_() in page
 
 
 def test_page_does_not_depend_on_the_users_style_of_matplotlib(buffer):
-    found = inspect_buffer(buffer)
+    inspection = inspect_buffer(buffer)
     style = {"path.sketch": (2, 100, 2), "patch.linewidth": 9, "lines.color": "red", "text.usetex": True}
     with matplotlib.rc_context(style):
-        styled = found._repr_html_()
+        styled = inspection._repr_html_()
         assert matplotlib.rcParams["path.sketch"] == style["path.sketch"]
-    assert styled == found._repr_html_()
+    assert styled == inspection._repr_html_()
 
 
-def test_pictures_have_the_colours_of_the_page_light_and_dark_and_no_ids(buffer):
+def test_pictures_use_css_colours_and_no_ids(buffer):
     page = inspect_buffer(buffer)._repr_html_()
-    drawn = "".join(re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL))
-    colours = re.findall(r"(?:fill|stroke): ([^;\"]+)", drawn)
+    figures = "".join(re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL))
+    colours = re.findall(r"(?:fill|stroke): ([^;\"]+)", figures)
     assert set(colours) <= {"none", "var(--colour-0)", "var(--colour-1)"}
     assert len(colours) > 20
     light, dark = page.partition("</style>")[0].split("prefers-color-scheme: dark")
@@ -109,37 +109,43 @@ def test_browser_shows_the_page(buffer, tmp_path):
     inspect_buffer(buffer).write_html(page)
     page.write_text(page.read_text().replace("<details", "<details open", 1))
     quiet = ("background-networking", "component-update", "sync", "quic", "gpu")
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--no-first-run", *(f"--disable-{each}" for each in quiet)]
+    command = [
+        str(CHROMIUM),
+        "--headless",
+        "--no-sandbox",
+        "--no-first-run",
+        *(f"--disable-{feature}" for feature in quiet),
+    ]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--hide-scrollbars", "--window-size=900,2000"]
 
-    def asked(*options):
+    def run_chromium(*options):
         done = subprocess.run([*command, *options, page.as_uri()], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    dom, written = Dom(asked("--dump-dom")), Dom(page.read_text())
+    dom, expected = Dom(run_chromium("--dump-dom")), Dom(page.read_text())
     for tag in ("table", "tr", "td", "svg", "path", "img"):
-        assert dom.all(tag) == written.all(tag), tag
-    assert len(dom.all("details")) == len(written.all("details"))
-    asked(f"--screenshot={tmp_path / 'page.png'}")
-    shown = (imread(tmp_path / "page.png")[..., :3] * 255).round().astype(int)
-    assert shown.shape == (2000, 900, 3)
-    assert (shown == (0x33, 0x66, 0xAA)).all(-1).sum() > 1000  # bars
-    shades = [(shown == shade).all(-1).sum() for shade in range(1, 5)]  # of images of a step's number
+        assert dom.all(tag) == expected.all(tag), tag
+    assert len(dom.all("details")) == len(expected.all("details"))
+    run_chromium(f"--screenshot={tmp_path / 'page.png'}")
+    pixels_of_page = (imread(tmp_path / "page.png")[..., :3] * 255).round().astype(int)
+    assert pixels_of_page.shape == (2000, 900, 3)
+    assert (pixels_of_page == (0x33, 0x66, 0xAA)).all(-1).sum() > 1000  # bars
+    shades = [(pixels_of_page == shade).all(-1).sum() for shade in range(1, 5)]  # of images of a step's number
     assert min(shades) > 100 * 100
 
 
-def test_rows_of_an_episode_are_its_own_behind_a_wrap(buffer):
+def test_episode_rows_are_correct_after_the_ring_wraps(buffer):
     summary = inspect_buffer(buffer).summaries[0]
-    content, episodes = summary.content, summary.episodes
+    view, episodes = summary.view, summary.episodes
     for number in range(len(episodes)):
         env, begin, length = (int(column[number]) for column in (episodes.env, episodes.begin, episodes.length))
-        rows = content.steps(content.leaves["<b>",], env, begin, begin + length)
+        rows = view.steps(view.leaves["<b>",], env, begin, begin + length)
         assert rows.ravel().tolist() == list(range(begin, begin + length))
 
 
 @pytest.mark.parametrize(
-    ("shape", "shown"),
+    ("shape", "expected"),
     [
         ((20, 18), (20, 18)),
         ((3, 20, 18), (20, 18, 3)),
@@ -148,31 +154,33 @@ def test_rows_of_an_episode_are_its_own_behind_a_wrap(buffer):
         ((4, 20, 18, 3), (20, 18, 3)),
     ],
 )
-def test_images_of_any_layout(shape, shown):
+def test_images_of_any_layout(shape, expected):
     image = torch.randint(256, shape, dtype=torch.uint8)
-    assert pixels(image).shape == shown
+    assert pixels(image).shape == expected
     if shape == (4, 20, 18):
         np.testing.assert_array_equal(pixels(image), image[-1])
 
 
-def drawn(picture: str) -> list[np.ndarray]:
+def points_of_paths(picture: str) -> list[np.ndarray]:
     """Return the points ``[n, 2]`` of each path of a picture; the y of SVG is 0 at the top and 80 at the bottom."""
     paths = (re.findall(r"[ML] ([\d.]+) ([\d.]+)", path["d"]) for path in Dom(picture).all("path"))
     return [np.array(points, np.float64) for points in paths]
 
 
-def test_pictures_of_nothing_of_one_and_of_what_is_not_finite():
+def test_pictures_of_empty_single_and_non_finite_values():
     nan = np.array([np.nan])
     assert histogram(nan, "none") == ""
-    (one,) = drawn(histogram(np.r_[nan, np.ones(3)], "one"))
+    (one,) = points_of_paths(histogram(np.r_[nan, np.ones(3)], "one"))
     assert one.tolist() == [[0, 80], [0, 0], [216, 0], [216, 80]]
-    assert [line.tolist() for line in drawn(lines(np.full((1, 2), np.inf), "a < b"))] == [[[0, 79], [240, 79]]] * 2
+    assert [line.tolist() for line in points_of_paths(lines(np.full((1, 2), np.inf), "a < b"))] == [
+        [[0, 79], [240, 79]]
+    ] * 2
     peaks = np.zeros((5000, 1))
     peaks[[7, 4001]] = 1.0
-    (line,) = drawn(lines(peaks, "x"))
+    (line,) = points_of_paths(lines(peaks, "x"))
     assert len(line) == 120
     assert (line[:, 1] == 1).sum() == 2  # at the top
-    (empty,) = drawn(bars([0, 0], 0, 1, "empty"))
+    (empty,) = points_of_paths(bars([0, 0], 0, 1, "empty"))
     assert (empty[:, 1] == 80).all()
 
 
@@ -184,13 +192,13 @@ def test_numbers_of_any_size_stay_inside_their_picture(values):
     numbers = np.array(values)
     with np.errstate(all="raise"):
         for picture in (histogram(numbers, "x"), lines(numbers[:, None], "x")):
-            for points in drawn(picture):
+            for points in points_of_paths(picture):
                 assert len(points)
                 assert (points >= 0).all()
                 assert (points <= (240, 80)).all()
 
 
-def test_page_that_cannot_be_written_leaves_nothing(buffer, tmp_path):
+def test_failed_write_of_the_page_leaves_no_file(buffer, tmp_path):
     with pytest.raises(FileNotFoundError):
         inspect_buffer(buffer).write_html(tmp_path / "none" / "page.html")
     assert list(tmp_path.iterdir()) == []

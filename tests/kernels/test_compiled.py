@@ -13,9 +13,9 @@ from torchrl_lightning.kernels import compiled
 
 def divider(number: int) -> Callable[[float], float]:
     """Make a function without a file, which numba compiles in every process."""
-    made: dict[str, Any] = {}
-    exec(f"def divide(x): return x / {number}", made)
-    return made["divide"]
+    namespace: dict[str, Any] = {}
+    exec(f"def divide(x): return x / {number}", namespace)
+    return namespace["divide"]
 
 
 PROGRAM = """
@@ -29,24 +29,24 @@ assert jitted(double)(2) == 4
 """
 
 
-def test_kernel_that_is_compiled_is_announced_once(tmp_path, monkeypatch):
+def test_compilation_is_logged_once(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
     program = tmp_path / "program.py"  # numba caches no function of a command line
     program.write_text(PROGRAM)
-    said = [
+    logs = [
         subprocess.run([sys.executable, program], check=True, capture_output=True, text=True).stderr for _ in range(2)
     ]
-    assert said == ["Compiling (first run only): kernels are compiled once and kept on disk.\n", ""]
+    assert logs == ["Compiling (first run only): kernels are compiled once and cached on disk.\n", ""]
 
 
-def test_compilation_calls_what_waits_for_it_and_says_nothing_then(caplog):
+def test_compilation_calls_the_callback_instead_of_logging(caplog):
     caplog.set_level(logging.INFO)
     calls: list[None] = []
-    forget = compiled.when_compiling(lambda: calls.append(None))
+    remove_callback = compiled.when_compiling(lambda: calls.append(None))
 
     assert compiled.jitted(divider(2))(3.0) == 1.5
     assert len(calls) == 1
-    forget()
+    remove_callback()
     assert compiled.jitted(divider(3))(3.0) == 1.0
     assert len(calls) == 1
     assert not [record for record in caplog.records if record.name == compiled.__name__][1:]

@@ -37,7 +37,7 @@ def brute_force(x: Tensor, discount: Tensor, initial: Tensor, reverse: bool) -> 
     start=st.sampled_from(["none", "number", "tensor"]),
     seed=st.integers(0, 1000),
 )
-def test_scan_is_its_definition(
+def test_scan_equals_its_definition(
     backend: str, reverse: bool, steps: int, trailing: tuple[int, ...], wide: bool, start: str, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -81,19 +81,19 @@ def test_views_that_are_not_contiguous(backend: str) -> None:
     torch.testing.assert_close(discounted_scan(x, discount, backend=backend), copy, rtol=0, atol=0)
 
 
-def test_half_precision_goes_over_torch() -> None:
+def test_half_precision_uses_the_torch_backend() -> None:
     y = discounted_scan(torch.ones(30, 2, dtype=torch.bfloat16), 0.5)
     assert y.dtype == torch.bfloat16
     assert y[0, 0] == 2.0
 
 
-def test_nothing_in_nothing_out() -> None:
+def test_scan_of_an_empty_tensor_is_empty() -> None:
     assert discounted_scan(torch.empty(0, 3), 0.5).shape == (0, 3)
     assert discounted_scan(torch.empty(4, 0), 0.5, initial=1.0).shape == (4, 0)
 
 
 @pytest.mark.parametrize(("steps", "reverse"), list(product([1, 5, 19, 50], [True, False])))
-def test_gradients_in_every_argument(steps: int, reverse: bool) -> None:
+def test_scan_gradients_of_all_arguments(steps: int, reverse: bool) -> None:
     def inputs(*shape: int) -> Tensor:
         return torch.rand(shape, dtype=torch.float64, requires_grad=True)
 
@@ -115,7 +115,7 @@ def test_gradient_needs_no_graph_under_no_grad() -> None:
         assert discounted_scan(x, 0.5, backend="numba")[0] == 1.875
 
 
-def test_inputs_are_left_alone() -> None:
+def test_scan_does_not_change_its_inputs() -> None:
     x, discount, initial = torch.randn(40, 2), torch.rand(40, 2), torch.randn(2)
     before = [tensor.clone() for tensor in (x, discount, initial)]
     for backend in ("numba", "torch"):
@@ -124,7 +124,7 @@ def test_inputs_are_left_alone() -> None:
         assert torch.equal(tensor, copy)
 
 
-def test_threads_do_not_disturb_each_other() -> None:
+def test_scan_is_thread_safe() -> None:
     xs = [torch.randn(200, 150) for _ in range(16)]
     expected = [discounted_scan(x, 0.9) for x in xs]
     with ThreadPoolExecutor(4) as pool:
@@ -138,7 +138,7 @@ def test_threads_do_not_disturb_each_other() -> None:
         ({"x": torch.ones(3, dtype=torch.long)}, TypeError, r"torch\.int64.*x\.float\(\)"),
         ({"x": [1.0, 2.0]}, TypeError, "list"),
         ({"x": torch.tensor(1.0)}, ValueError, "scalar"),
-        ({"dim": 2}, ValueError, r"dim=2 .*\(4, 3\)"),
+        ({"dim": 2}, ValueError, r"dim .*\(4, 3\)"),
         ({"backend": "cuda"}, ValueError, "'auto', 'numba' or 'torch', got 'cuda'"),
         ({"discount": torch.rand(4)}, ValueError, r"discount has shape \(4,\).*\(4, 3\)"),
         ({"discount": torch.rand(4, 3).double()}, TypeError, "discount has torch.float64, x has torch.float32"),
@@ -148,7 +148,7 @@ def test_threads_do_not_disturb_each_other() -> None:
         ({"x": torch.ones(4, 3).half(), "backend": "numba"}, ValueError, "torch.float16"),
     ],
 )
-def test_bad_input_is_refused(kwargs: dict[str, object], error: type[Exception], match: str) -> None:
+def test_scan_rejects_bad_input(kwargs: dict[str, object], error: type[Exception], match: str) -> None:
     arguments = {"x": torch.ones(4, 3), "discount": 0.5, **kwargs}
     with pytest.raises(error, match=match):
         discounted_scan(arguments.pop("x"), arguments.pop("discount"), **arguments)
@@ -163,7 +163,7 @@ def test_numba_is_imported_only_when_needed() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
 
 
-def test_kernels_work_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_work_without_a_writable_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     import numba
 
     original = numba.njit

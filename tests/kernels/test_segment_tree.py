@@ -35,12 +35,12 @@ def test_golden_trees(backend: Any) -> None:
             if isinstance(tree, SumSegmentTree):
                 assert tree.nnz == part["nnz"][step]
         if isinstance(tree, SumSegmentTree) and tree.nnz:
-            found = tree.find_sum_bound(torch.from_numpy(part["threshold"]))
-            assert found.tolist() == part["bound"].tolist()
+            leaf_index = tree.find_sum_bound(torch.from_numpy(part["threshold"]))
+            assert leaf_index.tolist() == part["bound"].tolist()
 
 
 @backends
-def test_golden_total_finds_the_last_leaf_that_is_not_zero(backend: Any) -> None:
+def test_golden_total_finds_the_last_nonzero_leaf(backend: Any) -> None:
     golden = arrays("segment_trees")
     # The recorded total is that of a float32 tree, whose sums round above the true one.
     tree = SumSegmentTree(len(golden["boundary_values"]), dtype=torch.float32, backend=backend)
@@ -83,25 +83,25 @@ def test_trees_equal_brute_force(backend: Any, history: tuple[int, Writes], frac
     assert trees[0].nnz == np.count_nonzero(brute)
     if total > 0:
         thresholds = np.array(fraction) * total
-        found = trees[0].find_sum_bound(torch.from_numpy(thresholds)).numpy()
-        assert (brute[found] > 0).all()
+        leaf_index = trees[0].find_sum_bound(torch.from_numpy(thresholds)).numpy()
+        assert (brute[leaf_index] > 0).all()
         sums, slack = np.cumsum(brute), 1e-9 * total
-        assert (thresholds <= sums[found] + slack).all()
-        assert (thresholds >= sums[found] - brute[found] - slack).all()
+        assert (thresholds <= sums[leaf_index] + slack).all()
+        assert (thresholds >= sums[leaf_index] - brute[leaf_index] - slack).all()
 
 
 @settings(max_examples=40, deadline=None)
 @given(history=histories())
-def test_inner_nodes_depend_on_the_leaves_alone(history: tuple[int, Writes]) -> None:
+def test_inner_nodes_depend_only_on_the_leaves(history: tuple[int, Writes]) -> None:
     capacity, writes = history
     tree, other = SumSegmentTree(capacity, backend="numba"), SumSegmentTree(capacity, backend="torch")
     for index, values in writes:
         tree[index] = values
         other[index] = values
-    fresh = SumSegmentTree(capacity)
-    fresh.load_state_dict(tree.state_dict())
-    assert fresh.summary().item() == tree.summary().item() == other.summary().item()
-    assert fresh.nnz == tree.nnz == other.nnz
+    restored = SumSegmentTree(capacity)
+    restored.load_state_dict(tree.state_dict())
+    assert restored.summary().item() == tree.summary().item() == other.summary().item()
+    assert restored.nnz == tree.nnz == other.nnz
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 4, 7, 8, 9, 16, 31, 33, 64, 65, 128, 500, 512, 1000, 4096, 5000])
@@ -120,7 +120,7 @@ def test_backends_agree_bit_for_bit_at_every_depth(kind: type[SegmentTree], capa
             assert torch.equal(compiled.find_sum_bound(where), plain.find_sum_bound(where))
 
 
-def test_last_of_each() -> None:
+def test_unique_last_returns_last_occurrences() -> None:
     index = torch.tensor([5, 1, 5, 2, 1])
     assert sorted(unique_last(index).tolist()) == [2, 3, 4]
 
@@ -143,13 +143,13 @@ def test_search_never_ends_in_an_empty_leaf_despite_rounding(backend: Any) -> No
 
 
 @backends
-def test_draws_follow_the_leaves(backend: Any) -> None:
+def test_search_frequencies_match_the_leaves(backend: Any) -> None:
     seeded = generator(1)
     weights = torch.tensor([0.0, 1.0, 2.0, 0.0, 3.0, 4.0, 0.5], dtype=torch.float64)
     tree = SumSegmentTree(7, backend=backend)
     tree[:] = weights
-    found = tree.find_sum_bound(torch.rand(40_000, generator=seeded, dtype=torch.float64) * tree.summary())
-    assert chi_square(found, weights) < 18.5  # 4 degrees of freedom, p = 0.001
+    leaf_index = tree.find_sum_bound(torch.rand(40_000, generator=seeded, dtype=torch.float64) * tree.summary())
+    assert chi_square(leaf_index, weights) < 18.5  # 4 degrees of freedom, p = 0.001
 
 
 @backends
@@ -158,9 +158,9 @@ def test_thresholds_must_lie_within_the_total(backend: Any) -> None:
     with pytest.raises(ValueError, match="every leaf is zero"):
         tree.find_sum_bound(0.0)
     tree[2] = 4.0
-    for bad in (-0.1, 4.1, math.nan):
+    for threshold in (-0.1, 4.1, math.nan):
         with pytest.raises(ValueError, match=r"between 0 and the total 4\.0"):
-            tree.find_sum_bound([1.0, bad])
+            tree.find_sum_bound([1.0, threshold])
     assert tree.find_sum_bound([]).shape == (0,)
     assert tree.find_sum_bound([[0.0, 4.0]]).tolist() == [[2, 2]]
 
@@ -176,13 +176,13 @@ def test_infinite_and_negative_leaves_of_minimum_and_maximum(backend: Any) -> No
         lowest[0] = math.nan
 
 
-def test_values_of_which_the_sum_would_overflow_are_refused() -> None:
+def test_values_with_an_overflowing_sum_raise() -> None:
     tree = SumSegmentTree(4, dtype=torch.float32)
     with pytest.raises(ValueError, match="finite and not negative"):
         tree[0] = 3e38
 
 
-def test_empty_index_is_no_operation() -> None:
+def test_empty_index_changes_nothing() -> None:
     tree = SumSegmentTree(3)
     tree[[]] = []
     tree[torch.empty(0, dtype=torch.int64)] = 1.0
@@ -199,12 +199,12 @@ def test_slices_scalars_and_shapes() -> None:
     assert (tree[1].shape, len(tree)) == (torch.Size([]), 6)
 
 
-def test_state_holds_the_written_part() -> None:
+def test_state_contains_only_changed_leaves() -> None:
     tree = SumSegmentTree(9)
     tree[[1, 4]] = [2.0, 3.0]
     state = tree.state_dict()
     assert state["leaves"].tolist() == [0.0, 2.0, 0.0, 0.0, 3.0]
-    with pytest.raises(ValueError, match="got 10 leaves, but holds 9"):
+    with pytest.raises(ValueError, match="got 10 leaves, but the capacity is 9"):
         tree.load_state_dict({**state, "leaves": torch.ones(10, dtype=torch.float64)})
     assert tree.state_dict()["leaves"].equal(state["leaves"])
 
@@ -219,7 +219,7 @@ def test_state_holds_the_written_part() -> None:
         (torch.maximum, "max"),
     ],
 )
-def test_operations_given_as_functions_of_torch(function: Any, name: str) -> None:
+def test_operation_may_be_a_torch_function(function: Any, name: str) -> None:
     one, other = SegmentTree(3, function), SegmentTree(3, name)
     one[:] = other[:] = [3.0, 1.0, 2.0]
     assert one.summary() == other.summary() == {"sum": 6.0, "min": 1.0, "max": 3.0}[name]

@@ -18,7 +18,7 @@ from torchrl_lightning.plotting.sweep_figures import draw_importances, draw_para
 from torchrl_lightning.plotting.trials import Trial, read_trials, table
 
 
-def made(folder: Path, score: float | None, *overrides: str, seed: int = 0, **choices: str) -> Path:
+def write_run(folder: Path, score: float | None, *overrides: str, seed: int = 0, **choices: str) -> Path:
     """Write what a job of a sweep leaves: an evaluation before the final one, and Hydra's record."""
     (folder / "csv").mkdir(parents=True)
     last = "" if score is None else f"2048,,{score}\n"
@@ -51,7 +51,7 @@ def sweep(tmp_path) -> Path:
     for number, (rate, epochs, *scores) in enumerate(settings):
         overrides = [f"model.learning_rate={rate}", f"data.num_epochs={epochs}", "data.num_envs=4"]
         for seed, score in enumerate(scores):
-            made(
+            write_run(
                 folder / f"ppo-{rate}-{epochs}" / f"seed_{seed}" / str(2 * number + seed), score, *overrides, seed=seed
             )
     return folder
@@ -60,8 +60,8 @@ def sweep(tmp_path) -> Path:
 def test_sweep_becomes_a_table_best_first_and_a_picture(sweep, tmp_path, capsys, figures):
     output = tmp_path / "pictures" / "sweep.png"
     assert main([str(sweep), "--table", "--output", str(output)]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said == [
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
         "data.num_epochs  model.learning_rate   final/return  runs",
         "10               0.0001               190.0 +- 10.0     2",
         "4                0.0001               110.0 +- 10.0     2",
@@ -82,13 +82,15 @@ def test_sweep_becomes_a_table_best_first_and_a_picture(sweep, tmp_path, capsys,
     assert (epochs.get_xlabel(), rates.get_xlabel()) == ("data.num_epochs", "model.learning_rate")
     assert epochs.get_ylabel() == rates.get_ylabel() == "final/return"
     assert (epochs.get_xscale(), rates.get_xscale()) == ("linear", "log")
-    drawn = [container[0].get_xydata()[0].tolist() for container in rates.containers]
-    assert sorted(drawn) == [[0.0001, 110], [0.0001, 190], [0.03, 5.5], [0.03, 25]]
+    points = [container[0].get_xydata()[0].tolist() for container in rates.containers]
+    assert sorted(points) == [[0.0001, 110], [0.0001, 190], [0.03, 5.5], [0.03, 25]]
 
 
 def test_runs_of_one_seed_have_neither_deviation_nor_count(tmp_path):
     for i, rate in enumerate((0.0006466422717414558, 0.00044296496)):
-        made(tmp_path / "sweep" / str(i), i + 0.5, f"model.learning_rate={rate}", "hparams_search=x", "eval_episodes=3")
+        write_run(
+            tmp_path / "sweep" / str(i), i + 0.5, f"model.learning_rate={rate}", "hparams_search=x", "eval_episodes=3"
+        )
     assert table(read_trials([tmp_path])).splitlines() == [
         "model.learning_rate  final/return",
         "0.000443                      1.5",
@@ -96,10 +98,12 @@ def test_runs_of_one_seed_have_neither_deviation_nor_count(tmp_path):
     ]
 
 
-def test_what_is_no_number_lies_in_categories(tmp_path, figures):
-    made(tmp_path / "0", 1.0, "model.network.hidden_sizes=[32,32]", "env=acrobot")
-    made(tmp_path / "1", 2.0, "model.network.hidden_sizes=[64]", "~callbacks.bar", "model.gamma=0.9")
-    made(tmp_path / "2", -0.123456, "model.network.hidden_sizes=[64]", "model.gamma=0.99", experiment="a2c_cartpole")
+def test_values_other_than_numbers_are_categories(tmp_path, figures):
+    write_run(tmp_path / "0", 1.0, "model.network.hidden_sizes=[32,32]", "env=acrobot")
+    write_run(tmp_path / "1", 2.0, "model.network.hidden_sizes=[64]", "~callbacks.bar", "model.gamma=0.9")
+    write_run(
+        tmp_path / "2", -0.123456, "model.network.hidden_sizes=[64]", "model.gamma=0.99", experiment="a2c_cartpole"
+    )
     trials = read_trials([tmp_path])
     assert [line.split() for line in table(trials).splitlines()] == [
         ["experiment", "env", "callbacks.bar", "model.gamma", "model.network.hidden_sizes", "final/return"],
@@ -116,26 +120,28 @@ def test_what_is_no_number_lies_in_categories(tmp_path, figures):
     assert len(panels["model.gamma"].containers) == 3  # one run does not set it
 
 
-def test_runs_at_defaults_stay_and_budgets_are_told_apart(tmp_path, figures):
+def test_runs_with_defaults_are_included_and_run_limits_distinguished(tmp_path, figures):
     rates = ("model.learning_rate=0.0001",), ("model.learning_rate=0.001",), ()
     for number, (frames, rate) in enumerate([(frames, rate) for frames in (1000, 9000) for rate in rates]):
-        folder = made(tmp_path / str(number), float(number), *rate)  # the later ones are resumed: told nothing of it
+        folder = write_run(
+            tmp_path / str(number), float(number), *rate
+        )  # the later ones are resumed: told nothing of it
         config = folder / ".hydra" / "config.yaml"
-        given = {"model": {"learning_rate": 0.0003}, "data": {"total_frames": frames}}
-        config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), **given}))
+        settings = {"model": {"learning_rate": 0.0003}, "data": {"total_frames": frames}}
+        config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), **settings}))
     trials = read_trials([tmp_path])
-    shown = [tuple(trial.settings.values()) for trial in trials]
-    assert shown[0] == ("9000", "0.0003")
-    assert len(set(shown)) == 6
+    settings_of_trials = [tuple(trial.settings.values()) for trial in trials]
+    assert settings_of_trials[0] == ("9000", "0.0003")
+    assert len(set(settings_of_trials)) == 6
     draw_trials(trials, tmp_path / "sweep.png")
     frames, rates = figures[0].axes
     assert (frames.get_xscale(), rates.get_xscale()) == ("linear", "log")
     assert len(rates.containers) == 6
     assert legend(figures[0])[1:] == ["data.total_frames=1000", "data.total_frames=9000"]
-    _, *budgets = figures[0].legends[0].get_lines()
-    drawn = {container[0].get_marker() for container in rates.containers}
-    assert drawn == {line.get_marker() for line in budgets}
-    assert len(drawn) == 2
+    _, *handles = figures[0].legends[0].get_lines()
+    markers = {container[0].get_marker() for container in rates.containers}
+    assert markers == {line.get_marker() for line in handles}
+    assert len(markers) == 2
 
 
 @pytest.mark.parametrize(
@@ -150,15 +156,15 @@ def test_runs_at_defaults_stay_and_budgets_are_told_apart(tmp_path, figures):
         ([8.0, 16.0, 32.0, 64.0, 128.0], True),
     ],
 )
-def test_axis_is_logarithmic_where_values_are(tmp_path, figures, numbers, is_logarithmic):
+def test_axis_is_logarithmic_if_the_values_are(tmp_path, figures, numbers, is_logarithmic):
     trials = [Trial({"model.x": str(number)}, [], np.array([number])) for number in numbers]
     draw_trials(trials, tmp_path / "sweep.png")
     assert (figures[0].axes[0].get_xscale() == "log") == is_logarithmic
 
 
-def test_runs_that_were_ended_early_are_told_and_drawn_apart(tmp_path, figures):
+def test_runs_ended_early_are_listed_and_drawn_separately(tmp_path, figures):
     for number, end in enumerate(("", "1024,,,1024\n", "")):
-        folder = made(tmp_path / str(number), float(number), f"model.gamma=0.{number}")
+        folder = write_run(tmp_path / str(number), float(number), f"model.gamma=0.{number}")
         (folder / "csv" / "metrics.csv").write_text(
             f"step,eval/return,final/return,final/ended_early\n1024,5.0,,\n{end}2048,,{number},\n"
         )
@@ -179,17 +185,17 @@ def test_runs_that_were_ended_early_are_told_and_drawn_apart(tmp_path, figures):
     assert lines == {0.0: "-", 0.5: "--", 1.0: "-"}
 
 
-def test_of_repeated_runs_the_latest_that_was_not_ended_early_counts(tmp_path):
+def test_latest_repeated_run_that_was_not_ended_early_counts(tmp_path):
     runs = (("0.9", 500.0, ""), ("0.9", 400.0, ""), ("0.9", 7.0, "1024"), ("0.8", 3.0, "1024"), ("0.8", 2.0, "1024"))
     for number, (gamma, score, ended) in enumerate(runs):
-        path = made(tmp_path / str(number), score, f"model.gamma={gamma}") / "csv" / "metrics.csv"
+        path = write_run(tmp_path / str(number), score, f"model.gamma={gamma}") / "csv" / "metrics.csv"
         path.write_text(f"step,final/return,final/ended_early\n1024,,{ended}\n2048,{score},\n")
         os.utime(path, (number, number))
-    found = {trial.settings["model.gamma"]: (trial.score, len(trial.ended)) for trial in read_trials([tmp_path])}
-    assert found == {"0.9": (400.0, 0), "0.8": (2.0, 1)}
+    scores = {trial.settings["model.gamma"]: (trial.score, len(trial.ended)) for trial in read_trials([tmp_path])}
+    assert scores == {"0.9": (400.0, 0), "0.8": (2.0, 1)}
 
 
-def test_lines_go_through_the_place_of_each_setting(tmp_path, figures):
+def test_parallel_lines_pass_the_position_of_each_setting(tmp_path, figures):
     rates, nets, scores = ("0.0001", "0.001", "0.01"), ("b", "a", "b"), (7.0, 5.0, 3.0)
     trials = [
         Trial({"net": net, "rate": rate}, [], np.array([score]))
@@ -198,12 +204,12 @@ def test_lines_go_through_the_place_of_each_setting(tmp_path, figures):
     draw_parallel(trials, tmp_path / "lines.svg", title="three")
     (axes,) = figures[0].axes
     assert [label.get_text() for label in axes.get_xticklabels()] == ["net", "rate", "final/return"]
-    drawn = sorted(line.get_ydata().tolist() for line in axes.lines[:3])
-    np.testing.assert_allclose(drawn, [[0, 0.5, 0.5], [1, 0, 1], [1, 1, 0]], atol=1e-12)
+    heights = sorted(line.get_ydata().tolist() for line in axes.lines[:3])
+    np.testing.assert_allclose(heights, [[0, 0.5, 0.5], [1, 0, 1], [1, 1, 0]], atol=1e-12)
     assert sorted(text.get_text() for text in axes.texts) == ["0.0001", "0.01", "3", "7", "a", "b"]
 
 
-def test_importances_are_those_of_scipy_and_chance_stands_beside_them(tmp_path, figures):
+def test_importances_equal_scipy_and_include_the_chance_level(tmp_path, figures):
     generator = np.random.default_rng(0)
     scores, rates = generator.normal(size=30), generator.integers(0, 9, 30)
     nets = generator.integers(0, 3, 30)
@@ -211,12 +217,12 @@ def test_importances_are_those_of_scipy_and_chance_stands_beside_them(tmp_path, 
         Trial({"rate": str(rate), "net": "abc"[net], "same": str(score)}, [], np.array([score]))
         for score, rate, net in zip(scores, rates, nets, strict=True)
     ]
-    found = importances(trials)
-    assert found["rate"][0] == pytest.approx(abs(spearmanr(rates, scores).statistic))
+    values = importances(trials)
+    assert values["rate"][0] == pytest.approx(abs(spearmanr(rates, scores).statistic))
     h = kruskal(*(scores[nets == net] for net in range(3))).statistic  # (n - 1) times the squared ratio
-    assert found["net"][0] == pytest.approx(np.sqrt(h / 29))
-    assert found["same"][0] == pytest.approx(1.0)
-    assert 0.3 < found["rate"][1] < 0.42  # 1.96 / sqrt(29) = 0.364
+    assert values["net"][0] == pytest.approx(np.sqrt(h / 29))
+    assert values["same"][0] == pytest.approx(1.0)
+    assert 0.3 < values["rate"][1] < 0.42  # 1.96 / sqrt(29) = 0.364
     draw_importances(trials, tmp_path / "importances.png")
     assert [label.get_text() for label in figures[0].axes[0].get_yticklabels()][-1] == "same"
     equal = [Trial({"rate": str(rate)}, [], np.array([1.0])) for rate in range(4)]
@@ -224,14 +230,14 @@ def test_importances_are_those_of_scipy_and_chance_stands_beside_them(tmp_path, 
 
 
 def test_run_without_a_score_is_left_out(sweep, caplog):
-    made(sweep / "broken" / "8", None, "model.learning_rate=1", "data.num_epochs=4", "data.num_envs=4")
+    write_run(sweep / "broken" / "8", None, "model.learning_rate=1", "data.num_epochs=4", "data.num_envs=4")
     assert len(read_trials([sweep])) == 4
     assert "1 of 9 runs" in caplog.text
 
 
-def test_another_metric_is_the_last_value_of_its_column(tmp_path):
+def test_score_of_another_metric_is_its_last_value(tmp_path):
     for i in range(2):
-        folder = made(tmp_path / str(i), 1.0, f"model.gamma=0.{i + 1}")
+        folder = write_run(tmp_path / str(i), 1.0, f"model.gamma=0.{i + 1}")
         (folder / "csv" / "metrics.csv").write_text(f"step,eval/return\n1,90\n2,{i}\n")
     (best, worst) = read_trials([tmp_path], "eval/return")
     assert (best.score, worst.score) == (1.0, 0.0)
@@ -244,16 +250,16 @@ def test_large_numbers_keep_their_digits():
     assert [line.split()[0] for line in table(few).splitlines()[1:]] == ["100000", "12345678", "1e-05"]
 
 
-def test_bad_input_gets_one_line(tmp_path, capsys):
+def test_bad_input_is_reported_in_one_line(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     for seed in range(2):
-        made(tmp_path / "same" / str(seed), 1.0, "model.gamma=0.9", seed=seed)
+        write_run(tmp_path / "same" / str(seed), 1.0, "model.gamma=0.9", seed=seed)
     output, takes = tmp_path / "sweep.png", "--table takes --metric, --output and --title"
     empty, same = str(tmp_path / "empty"), str(tmp_path / "same")
     for arguments, message in (
         (["nowhere"], "no such file or folder: nowhere"),
         ([empty], f"no metrics.csv below {empty}; was the run started with logger=csv?"),
-        ([same], f"2 run(s) below {same} differ in no setting but the seed; nothing to compare."),
+        ([same], f"2 run(s) below {same} differ only in their seeds; name runs with different settings."),
         ([same, "--metric", "loss"], f"no column loss in {same}; there are: eval/return, final/return, step"),
         ([same, "--label", "m", "--smooth", "3"], f"{takes}, not --label, --smooth."),
     ):
@@ -267,10 +273,10 @@ def test_bad_input_gets_one_line(tmp_path, capsys):
 @pytest.mark.skipif(find_spec("hydra_plugins.hydra_submitit_launcher") is None, reason="needs the extra slurm")
 def test_each_run_of_a_sweep_is_a_job(run, tmp_path):
     run("train", "--multirun", "hydra/launcher=submitit_local", "seed=0,1", "experiment=ppo_cartpole", *TINY)
-    made = sorted(path.parent for path in tmp_path.glob("logs/train/sweep_*/*/*/*/csv"))
-    assert [path.parts[-2:] for path in made] == [("seed_0", "0"), ("seed_1", "1")]
-    for folder in made:
+    folders = sorted(path.parent for path in tmp_path.glob("logs/train/sweep_*/*/*/*/csv"))
+    assert [path.parts[-2:] for path in folders] == [("seed_0", "0"), ("seed_1", "1")]
+    for folder in folders:
         assert (folder / "checkpoints" / "last.ckpt").exists()
-    said = [path.read_text() for path in tmp_path.glob("logs/train/sweep_*/.submitit/*/*_log.out")]
-    assert len(said) == 2
-    assert all("mean evaluation return" in each for each in said)
+    logs = [path.read_text() for path in tmp_path.glob("logs/train/sweep_*/.submitit/*/*_log.out")]
+    assert len(logs) == 2
+    assert all("mean evaluation return" in log for log in logs)

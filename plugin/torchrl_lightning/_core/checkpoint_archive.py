@@ -19,32 +19,34 @@ _END, _END64, _LOCATOR64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q"
 class Archive:
     """A zip file with uncompressed records."""
 
-    def __init__(self, file: BinaryIO, mapped: Path | None) -> None:
+    def __init__(self, file: BinaryIO, mapped_path: Path | None) -> None:
         self.file = file
         self.size = file.seek(0, os.SEEK_END)
         _check_directory(file, self.size)
         try:
             records = zipfile.ZipFile(file).infolist()
         except (zipfile.BadZipFile, NotImplementedError, struct.error, OverflowError) as error:
-            raise ValueError(f"it is no whole file of torch.save: {error}") from error
+            raise ValueError(f"it is not a complete file of torch.save: {error}") from error
         for record in records:
             if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
-                raise ValueError(f"the record {record.filename[:80]!r} is compressed; torch.save stores it as it is")
+                raise ValueError(
+                    f"the record {record.filename[:80]!r} is compressed; torch.save does not compress records"
+                )
             if record.flag_bits & 1:
                 raise ValueError(f"the record {record.filename[:80]!r} is encrypted")
         self._records = {record.filename: record for record in records}
         if len(self._records) != len(records) or sum(record.file_size for record in records) > self.size:
-            raise ValueError("it holds records of one name, or records that overlap")
+            raise ValueError("it has records with the same name, or records that overlap")
         roots = [name.removesuffix("data.pkl") for name in self._records if name.count("/") == 1]
-        found = [root for root in roots if f"{root}data.pkl" in self._records and root.endswith("/")]
-        if len(found) != 1:
-            raise ValueError("it holds no pickle (data.pkl) of torch.save, or several")
-        self._root = found[0]
+        valid_roots = [root for root in roots if f"{root}data.pkl" in self._records and root.endswith("/")]
+        if len(valid_roots) != 1:
+            raise ValueError(f"it must have one pickle (data.pkl) of torch.save, got {len(valid_roots)}")
+        self._root = valid_roots[0]
         if f"{self._root}byteorder" in self._records and bytes(self.record("byteorder")) != b"little":
-            raise ValueError("it was written on a machine with another order of bytes")
-        self._whole = None
-        if mapped is not None:
-            self._whole = torch.UntypedStorage.from_file(str(mapped), False, self.size)
+            raise ValueError("it was written on a machine with another byte order")
+        self._mapped_storage = None
+        if mapped_path is not None:
+            self._mapped_storage = torch.UntypedStorage.from_file(str(mapped_path), False, self.size)
 
     def length(self, name: str) -> int:
         """Return the size of a record in bytes; raise ValueError for a missing record."""
@@ -69,35 +71,37 @@ class Archive:
         length, offset = self.length(name), self._offset(name)
         if offset + length > self.size:
             raise ValueError(f"the record {name[:80]!r} is truncated")
-        if self._whole is not None and length and offset % 16 == 0:  # mapped tensors must be aligned; others are copied
-            return cast(torch.UntypedStorage, self._whole[offset : offset + length])
-        memory = torch.empty(length, dtype=torch.uint8)
+        if (
+            self._mapped_storage is not None and length and offset % 16 == 0
+        ):  # mapped tensors must be aligned; others are copied
+            return cast(torch.UntypedStorage, self._mapped_storage[offset : offset + length])
+        buffer = torch.empty(length, dtype=torch.uint8)
         self.file.seek(offset)
-        view, filled = memoryview(memory.numpy()), 0  # type: ignore[arg-type]
+        view, filled = memoryview(buffer.numpy()), 0  # type: ignore[arg-type]
         while filled < length:
             count = cast(io.BufferedReader, self.file).readinto(view[filled:])
             if not count:
                 raise ValueError(f"the record {name[:80]!r} is truncated")
             filled += count
-        return memory.untyped_storage()
+        return buffer.untyped_storage()
 
     def _offset(self, name: str) -> int:
         """Return the offset of a record's data, after the local header."""
-        begin = self._records[self._root + name].header_offset
-        self.file.seek(begin)
+        header_offset = self._records[self._root + name].header_offset
+        self.file.seek(header_offset)
         header = self.file.read(30)
         if len(header) != 30 or header[:4] != b"PK\3\4":
             raise ValueError(f"the record {name[:80]!r} has no header")
-        return begin + 30 + sum(struct.unpack_from("<2H", header, 26))
+        return header_offset + 30 + sum(struct.unpack_from("<2H", header, 26))
 
 
 def _check_directory(file: BinaryIO, size: int) -> None:
     """Limit the size of a zip file's directory, because zipfile builds an object for each record in it."""
-    begin = max(0, size - _END.size - _LOCATOR64.size - _END64.size)
-    file.seek(begin)
+    start = max(0, size - _END.size - _LOCATOR64.size - _END64.size)
+    file.seek(start)
     tail = file.read()
     if len(tail) < _END.size or tail[-_END.size :][:4] != b"PK\5\6":
-        raise ValueError("it is no zip file, as torch.save writes it")
+        raise ValueError("it is not a zip file, the format of torch.save")
     length = _END.unpack(tail[-_END.size :])[5]
     locator = tail[-_END.size - _LOCATOR64.size : -_END.size]
     if locator[:4] == b"PK\6\7":

@@ -28,15 +28,15 @@ from torchrl_lightning._core.file_limits import (
 )
 from torchrl_lightning._core.untrusted import open_regular
 
-_LARGEST = 1 << 62
-_DAMAGED = (LookupError, TypeError, AttributeError, struct.error, UnicodeError, OverflowError, RuntimeError)
+_MAX_NATURAL = 1 << 62
+_DAMAGE_ERRORS = (LookupError, TypeError, AttributeError, struct.error, UnicodeError, OverflowError, RuntimeError)
 _STORAGES: dict[str, torch.dtype] = {
     "BFloat16": torch.bfloat16, "Bool": torch.bool, "Byte": torch.uint8, "Char": torch.int8,
     "ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64, "Double": torch.float64,
     "Float": torch.float32, "Half": torch.float16, "Int": torch.int32, "Long": torch.int64, "Short": torch.int16,
 }  # fmt: skip
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-_FOREIGN = {
+_UNSUPPORTED_REBUILDS = {
     "_rebuild_sparse_tensor", "_rebuild_meta_tensor_no_storage", "_rebuild_qtensor", "_rebuild_nested_tensor",
     "_rebuild_wrapper_subclass", "_rebuild_device_tensor_from_cpu_tensor", "_rebuild_device_tensor_from_numpy",
 }  # fmt: skip
@@ -60,38 +60,38 @@ def load_checkpoint(source: str | Path | BinaryIO, *, mapped: bool = False) -> A
         return _read(file, Path(source) if mapped else None)
 
 
-def _read(file: BinaryIO, mapped: Path | None) -> Any:
-    machine = _Unpickler(Archive(file, mapped))
+def _read(file: BinaryIO, mapped_path: Path | None) -> Any:
+    unpickler = _Unpickler(Archive(file, mapped_path))
     try:
-        return machine.load()
-    except _DAMAGED as error:
+        return unpickler.load()
+    except _DAMAGE_ERRORS as error:
         raise ValueError(f"its pickle is damaged: {type(error).__name__}: {error}") from error
     finally:
-        vars(machine).clear()  # break the reference cycle, so that memory is released without the garbage collector
+        vars(unpickler).clear()  # break the reference cycle, so that memory is released without the garbage collector
 
 
-class _Mark:
+class _AllowedFunction:
     """A function that a pickle may call."""
 
     def __init__(self, build: Callable[..., Any]) -> None:
         self.build = build
 
 
-class _Storage:
+class _StorageType:
     """A storage class, given by its dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
 
-class _Memory:
+class _TypedStorage:
     """A storage and its dtype."""
 
     def __init__(self, dtype: torch.dtype, storage: torch.UntypedStorage) -> None:
         self.dtype, self.storage = dtype, storage
 
 
-class _Arguments(tuple[Any, ...]):
+class _ArgumentTuple(tuple[Any, ...]):
     """A tuple with a function, class or storage: valid only as arguments, not as a checkpoint value."""
 
 
@@ -101,78 +101,81 @@ class _Unpickler:
     def __init__(self, archive: Archive) -> None:
         self.archive = archive
         self.data = archive.record("data.pkl")
-        self.at = 0
+        self.position = 0
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
-        self.memories: dict[str, torch.UntypedStorage] = {}
-        self.left = max(ELEMENTS_LEAST, ELEMENTS_PER_BYTE * archive.size)
+        self.storages: dict[str, torch.UntypedStorage] = {}
+        self.remaining_bytes = max(ELEMENTS_LEAST, ELEMENTS_PER_BYTE * archive.size)
         self.names: dict[str, Any] = {
-            "collections.OrderedDict": _Mark(_ordered_dict),
-            "collections.Counter": _Mark(_counter),
-            "builtins.set": _Mark(_set),
-            "__builtin__.set": _Mark(_set),
-            "builtins.complex": _Mark(_complex),
-            "__builtin__.complex": _Mark(_complex),
-            "_codecs.encode": _Mark(_encoded),
-            "torch.Size": _Mark(_size),
-            "torch.device": _Mark(_device),
-            "torch.serialization._get_layout": _Mark(lambda *_: None),  # for sparse tensors
+            "collections.OrderedDict": _AllowedFunction(_ordered_dict),
+            "collections.Counter": _AllowedFunction(_counter),
+            "builtins.set": _AllowedFunction(_set),
+            "__builtin__.set": _AllowedFunction(_set),
+            "builtins.complex": _AllowedFunction(_complex),
+            "__builtin__.complex": _AllowedFunction(_complex),
+            "_codecs.encode": _AllowedFunction(_encode),
+            "torch.Size": _AllowedFunction(_size),
+            "torch.device": _AllowedFunction(_device),
+            "torch.serialization._get_layout": _AllowedFunction(lambda *_: None),  # for sparse tensors
             "torch.Tensor": Tensor,
             "torch.nn.parameter.Parameter": nn.Parameter,
-            "torch.storage.UntypedStorage": _Storage(torch.uint8),
-            "torch._utils._rebuild_tensor_v2": _Mark(self._tensor),
-            "torch._utils._rebuild_tensor_v3": _Mark(self._tensor_of_dtype),
-            "torch._utils._rebuild_parameter": _Mark(_parameter),
-            "torch._tensor._rebuild_from_type_v2": _Mark(_of_type),
-            **{f"torch.{name}Storage": _Storage(dtype) for name, dtype in _STORAGES.items()},
+            "torch.storage.UntypedStorage": _StorageType(torch.uint8),
+            "torch._utils._rebuild_tensor_v2": _AllowedFunction(self._rebuild_tensor),
+            "torch._utils._rebuild_tensor_v3": _AllowedFunction(self._rebuild_tensor_with_dtype),
+            "torch._utils._rebuild_parameter": _AllowedFunction(_rebuild_parameter),
+            "torch._tensor._rebuild_from_type_v2": _AllowedFunction(_rebuild_from_type),
+            **{f"torch.{name}Storage": _StorageType(dtype) for name, dtype in _STORAGES.items()},
             **{f"torch.{name}": dtype for name, dtype in _DTYPES.items()},
             # Placeholders for unsupported tensors; later checks reject them and name their key in the checkpoint.
-            **{f"torch._utils.{name}": _Mark(lambda *_: torch.empty(0, device="meta")) for name in _FOREIGN},
+            **{
+                f"torch._utils.{name}": _AllowedFunction(lambda *_: torch.empty(0, device="meta"))
+                for name in _UNSUPPORTED_REBUILDS
+            },
         }
 
     def load(self) -> Any:
         """Run the pickle and return its value."""
-        operations, data = _OPERATIONS, self.data
+        handlers, data = _OPERATIONS, self.data
         for _ in range(PICKLE_OPERATIONS):
-            if self.at >= len(data):
+            if self.position >= len(data):
                 raise ValueError("its pickle ends without a value")
-            code = data[self.at]
-            self.at += 1
+            code = data[self.position]
+            self.position += 1
             if code == 0x2E:  # STOP
                 if len(self.stack) != 1 or self.marks:
-                    raise ValueError("its pickle holds no single value")
-                return _plain(self.stack[0])
-            operation = operations.get(code)
-            if operation is None:
+                    raise ValueError("its pickle must have exactly one value")
+                return _check_value(self.stack[0])
+            handler = handlers.get(code)
+            if handler is None:
                 raise ValueError(f"its pickle has the operation {bytes([code])!r}, which torch.save does not write")
-            operation(self)
+            handler(self)
         raise ValueError(f"its pickle has more than {PICKLE_OPERATIONS} operations")
 
     # -- reading ---------------------------------------------------------------------------------------------------
-    def number(self, form: struct.Struct) -> Any:
+    def read_number(self, form: struct.Struct) -> Any:
         """Read and return a number."""
-        (value,) = form.unpack_from(self.data, self.at)
-        self.at += form.size
+        (value,) = form.unpack_from(self.data, self.position)
+        self.position += form.size
         return value
 
-    def take(self, count: int) -> bytes:
+    def read_bytes(self, count: int) -> bytes:
         """Read and return ``count`` bytes."""
-        if count < 0 or self.at + count > len(self.data):
+        if count < 0 or self.position + count > len(self.data):
             raise ValueError("its pickle is truncated")
-        self.at += count
-        return self.data[self.at - count : self.at]
+        self.position += count
+        return self.data[self.position - count : self.position]
 
-    def line(self) -> str:
+    def read_line(self) -> str:
         """Read and return a line of text."""
-        end = self.data.find(b"\n", self.at, self.at + 256)
+        end = self.data.find(b"\n", self.position, self.position + 256)
         if end < 0:
             raise ValueError("its pickle has a name of more than 256 characters")
-        text = self.data[self.at : end].decode()
-        self.at = end + 1
+        text = self.data[self.position : end].decode()
+        self.position = end + 1
         return text
 
-    def above(self) -> list[Any]:
+    def pop_to_mark(self) -> list[Any]:
         """Pop and return the values above the last mark."""
         if not self.marks:
             raise ValueError("its pickle lacks a mark")
@@ -180,97 +183,99 @@ class _Unpickler:
         return values
 
     # -- building --------------------------------------------------------------------------------------------------
-    def named(self) -> None:
+    def push_global(self) -> None:
         """Push the object for an allowed name."""
-        name = f"{self.line()}.{self.line()}"
+        name = f"{self.read_line()}.{self.read_line()}"
         value = self.names.get("torch.storage.UntypedStorage" if name == "torch.UntypedStorage" else name)
         if value is None:
             raise ValueError(f"it holds {name[:200]!r}, which is neither a plain value nor a tensor")
         self.stack.append(value)
 
-    def called(self) -> None:
+    def call(self) -> None:
         """Call an allowed function and push its result."""
         arguments, function = self.stack.pop(), self.stack.pop()
-        if not isinstance(function, _Mark) or not isinstance(arguments, tuple):
-            raise ValueError("its pickle calls a value that is no function")
+        if not isinstance(function, _AllowedFunction) or not isinstance(arguments, tuple):
+            raise ValueError("its pickle calls a value that is not a function")
         self.stack.append(function.build(*arguments))
 
-    def attributes(self) -> None:
+    def set_attributes(self) -> None:
         """Set ``_metadata`` (module versions) of an ordered dict, the only supported attribute."""
         state, value = self.stack.pop(), self.stack[-1]
         if type(value) is not OrderedDict or type(state) is not dict or not set(state) <= {"_metadata"}:
             raise ValueError("its pickle sets attributes of a value that has none")
         vars(value).update(state)
 
-    def memory(self) -> None:
+    def push_storage(self) -> None:
         """Push a storage from its record in the archive."""
-        described = self.stack.pop()
-        if not isinstance(described, tuple) or len(described) != 5 or described[0] != "storage":
-            raise ValueError("its pickle names no storage")
-        _, kind, key, _, count = described
-        if not isinstance(kind, _Storage) or type(key) is not str or not _natural(count):
-            raise ValueError("its pickle describes a storage by other values than torch.save")
+        persistent_id = self.stack.pop()
+        if not isinstance(persistent_id, tuple) or len(persistent_id) != 5 or persistent_id[0] != "storage":
+            raise ValueError("its pickle has an invalid reference to a storage")
+        _, storage_type, key, _, count = persistent_id
+        if not isinstance(storage_type, _StorageType) or type(key) is not str or not _is_natural(count):
+            raise ValueError("its pickle describes a storage by values that torch.save does not write")
         name = f"data/{key}"
-        if count * kind.dtype.itemsize != self.archive.length(name):
-            raise ValueError(f"the storage {key[:80]!r} declares {count} of {kind.dtype}, other than its record holds")
-        if name not in self.memories:
-            self.memories[name] = self.archive.storage(name)
-        self.stack.append(_Memory(kind.dtype, self.memories[name]))
+        if count * storage_type.dtype.itemsize != self.archive.length(name):
+            raise ValueError(
+                f"the storage {key[:80]!r} declares {count} of {storage_type.dtype}, but its record has another size"
+            )
+        if name not in self.storages:
+            self.storages[name] = self.archive.storage(name)
+        self.stack.append(_TypedStorage(storage_type.dtype, self.storages[name]))
 
-    def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *others: Any) -> Tensor:
-        return self._view(storage.dtype, storage.storage, offset, size, stride)
+    def _rebuild_tensor(self, typed: Any, offset: Any, size: Any, stride: Any, *others: Any) -> Tensor:
+        return self._view(typed.dtype, typed.storage, offset, size, stride)
 
-    def _tensor_of_dtype(
-        self, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *others: Any
+    def _rebuild_tensor_with_dtype(
+        self, typed: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *others: Any
     ) -> Tensor:
         if not isinstance(dtype, torch.dtype):
             raise ValueError("its pickle has a tensor without a dtype")
-        return self._view(dtype, storage.storage, offset, size, stride)
+        return self._view(dtype, typed.storage, offset, size, stride)
 
-    def _view(self, dtype: torch.dtype, memory: torch.UntypedStorage, offset: Any, size: Any, stride: Any) -> Tensor:
+    def _view(self, dtype: torch.dtype, storage: torch.UntypedStorage, offset: Any, size: Any, stride: Any) -> Tensor:
         """Return a tensor over a storage; raise ValueError if shape and strides exceed the storage."""
         if not (
             isinstance(size, tuple)
             and isinstance(stride, tuple)
             and len(size) == len(stride) <= TENSOR_DIMENSIONS
-            and all(map(_natural, (offset, *size, *stride)))
-            and math.prod(max(1, each) for each in size) < _LARGEST
+            and all(map(_is_natural, (offset, *size, *stride)))
+            and math.prod(max(1, length) for length in size) < _MAX_NATURAL
         ):
-            raise ValueError("its pickle has a tensor whose shape is no list of natural numbers")
+            raise ValueError("its pickle has a tensor with a shape or stride of other values than natural numbers")
         shape = list(size)
         count = math.prod(size)
         if any(step == 0 and length > 1 for length, step in zip(size, stride, strict=True)):
-            raise ValueError(f"a tensor of shape {shape} repeats its numbers (stride 0); write it contiguous")
+            raise ValueError(f"a tensor of shape {shape} repeats its numbers (stride 0); save it contiguous")
         last = sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if count else -1
-        if (offset + last + 1) * dtype.itemsize > memory.nbytes():
-            raise ValueError(f"a tensor of shape {shape} of {dtype} reaches beyond its {memory.nbytes()} bytes")
-        self.left -= count * dtype.itemsize
-        if self.left < 0:
+        if (offset + last + 1) * dtype.itemsize > storage.nbytes():
+            raise ValueError(f"a tensor of shape {shape} of {dtype} reaches beyond its {storage.nbytes()} bytes")
+        self.remaining_bytes -= count * dtype.itemsize
+        if self.remaining_bytes < 0:
             raise ValueError(
                 f"its tensors have more than {ELEMENTS_PER_BYTE} times the {self.archive.size} bytes of the file"
             )
-        return torch.empty(0, dtype=dtype).set_(memory, offset, size, stride)
+        return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
 
 
-_ARGUMENTS = (_Mark, _Storage, _Memory, _Arguments, type)
+_ARGUMENT_TYPES = (_AllowedFunction, _StorageType, _TypedStorage, _ArgumentTuple, type)
 
 
-def _natural(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _LARGEST
+def _is_natural(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MAX_NATURAL
 
 
-def _plain(value: Any) -> Any:
+def _check_value(value: Any) -> Any:
     """Return a value of a checkpoint; raise ValueError for objects that are valid only as arguments."""
-    if isinstance(value, _ARGUMENTS):
-        raise ValueError("its pickle holds a name in the place of a value")
+    if isinstance(value, _ARGUMENT_TYPES):
+        raise ValueError("its pickle has a name instead of a value")
     return value
 
 
-def _key(value: Any) -> Any:
+def _check_key(value: Any) -> Any:
     """Return a dict key; raise ValueError unless it is None, a string, a number or a short tuple of these."""
-    parts = value if type(value) is tuple else (value,)
-    if len(parts) > KEY_PARTS or not all(each is None or type(each) in (str, int, float, bool) for each in parts):
-        raise ValueError("its pickle has a key that is no text and no number")
+    items = value if type(value) is tuple else (value,)
+    if len(items) > KEY_PARTS or not all(item is None or type(item) in (str, int, float, bool) for item in items):
+        raise ValueError("its pickle has a key that is neither a string nor a number")
     return value
 
 
@@ -281,110 +286,114 @@ def _ordered_dict(*arguments: Any) -> OrderedDict[Any, Any]:
 
 
 def _counter(*arguments: Any) -> Counter[Any]:
-    if len(arguments) > 1 or not all(type(each) is dict for each in arguments):
-        raise ValueError("its pickle has a counter that counts nothing")
+    if len(arguments) > 1 or not all(type(argument) is dict for argument in arguments):
+        raise ValueError("its pickle has a counter of another type than dict")
     return Counter(*arguments)
 
 
 def _set(values: Any = ()) -> set[Any]:
     if type(values) not in (list, tuple):
-        raise ValueError("its pickle has a set of no list")
-    return set(map(_key, values))
+        raise ValueError("its pickle has a set of another type than list")
+    return set(map(_check_key, values))
 
 
 def _complex(real: Any, imaginary: Any) -> complex:
     if type(real) is not float or type(imaginary) is not float:
-        raise ValueError("its pickle has a complex number of no numbers")
+        raise ValueError("its pickle has a complex number of other types than float")
     return complex(real, imaginary)
 
 
-def _encoded(text: Any, encoding: Any) -> bytes:
-    if type(text) is not str or encoding != "latin1":
-        raise ValueError("its pickle has bytes in another encoding than torch.save writes")
-    return text.encode(encoding)
+def _encode(string: Any, encoding: Any) -> bytes:
+    if type(string) is not str or encoding != "latin1":
+        raise ValueError("its pickle has bytes in an encoding that torch.save does not write")
+    return string.encode(encoding)
 
 
 def _size(lengths: Any) -> torch.Size:
-    if type(lengths) is not tuple or len(lengths) > TENSOR_DIMENSIONS or not all(map(_natural, lengths)):
-        raise ValueError("its pickle has a shape of no natural numbers")
+    if type(lengths) is not tuple or len(lengths) > TENSOR_DIMENSIONS or not all(map(_is_natural, lengths)):
+        raise ValueError("its pickle has a shape of other values than natural numbers")
     return torch.Size(lengths)
 
 
 def _device(name: Any, index: Any = None) -> torch.device:
     if type(name) is not str or not name.isalpha() or len(name) > 16 or index not in (None, *range(128)):
-        raise ValueError("its pickle has a device of another name")
+        raise ValueError("its pickle has an unknown device")
     return torch.device(name) if index is None else torch.device(name, index)
 
 
-def _parameter(data: Any, *others: Any) -> nn.Parameter:
+def _rebuild_parameter(data: Any, *others: Any) -> nn.Parameter:
     if not isinstance(data, Tensor):
         raise ValueError("its pickle has a parameter without a tensor")
     return nn.Parameter(data, requires_grad=data.is_floating_point() and others[:1] != (False,))
 
 
-def _of_type(function: Any, kind: Any, arguments: Any, state: Any) -> Tensor:
+def _rebuild_from_type(function: Any, kind: Any, arguments: Any, state: Any) -> Tensor:
     """Return a tensor without its Python attributes."""
-    if not isinstance(function, _Mark) or not isinstance(arguments, tuple) or kind not in (Tensor, nn.Parameter):
-        raise ValueError("its pickle has a tensor of a class of its own")
+    if (
+        not isinstance(function, _AllowedFunction)
+        or not isinstance(arguments, tuple)
+        or kind not in (Tensor, nn.Parameter)
+    ):
+        raise ValueError("its pickle has a tensor of an unsupported class")
     value = function.build(*arguments)
     if not isinstance(value, Tensor):
-        raise ValueError("its pickle has a tensor of a class of its own")
+        raise ValueError("its pickle has a tensor of an unsupported class")
     return value
 
 
-def _append(machine: _Unpickler, values: list[Any]) -> None:
-    target = machine.stack[-1]
+def _append(unpickler: _Unpickler, values: list[Any]) -> None:
+    target = unpickler.stack[-1]
     if type(target) is not list:
-        raise ValueError("its pickle appends to no list")
-    target.extend(map(_plain, values))
+        raise ValueError("its pickle appends to a value that is not a list")
+    target.extend(map(_check_value, values))
 
 
-def _set_items(machine: _Unpickler, values: list[Any]) -> None:
-    target = machine.stack[-1]
+def _set_items(unpickler: _Unpickler, values: list[Any]) -> None:
+    target = unpickler.stack[-1]
     if type(target) not in (dict, OrderedDict) or len(values) % 2:
-        raise ValueError("its pickle sets items of no dict")
+        raise ValueError("its pickle sets items of a value that is not a dict")
     for key, value in zip(values[::2], values[1::2], strict=True):
-        target[_key(key)] = _plain(value)
+        target[_check_key(key)] = _check_value(value)
 
 
-def _tuple(machine: _Unpickler, count: int) -> None:
-    if len(machine.stack) < count:
+def _tuple(unpickler: _Unpickler, count: int) -> None:
+    if len(unpickler.stack) < count:
         raise ValueError("its pickle lacks values")
-    begin = len(machine.stack) - count
-    machine.stack[begin:] = [_as_tuple(machine.stack[begin:])]
+    begin = len(unpickler.stack) - count
+    unpickler.stack[begin:] = [_as_tuple(unpickler.stack[begin:])]
 
 
-def _marked_tuple(machine: _Unpickler) -> None:
-    values = machine.above()
-    machine.stack.append(_as_tuple(values))
+def _tuple_to_mark(unpickler: _Unpickler) -> None:
+    values = unpickler.pop_to_mark()
+    unpickler.stack.append(_as_tuple(values))
 
 
 def _as_tuple(values: list[Any]) -> tuple[Any, ...]:
-    return _Arguments(values) if any(isinstance(each, _ARGUMENTS) for each in values) else tuple(values)
+    return _ArgumentTuple(values) if any(isinstance(value, _ARGUMENT_TYPES) for value in values) else tuple(values)
 
 
-def _long(machine: _Unpickler) -> None:
-    count = machine.number(_BYTE)
+def _long_integer(unpickler: _Unpickler) -> None:
+    count = unpickler.read_number(_BYTE)
     if count > PICKLE_DIGITS:
         raise ValueError(f"its pickle has an integer of {count} bytes, more than {PICKLE_DIGITS}")
-    machine.stack.append(int.from_bytes(machine.take(count), "little", signed=True))
+    unpickler.stack.append(int.from_bytes(unpickler.read_bytes(count), "little", signed=True))
 
 
-def _marked(machine: _Unpickler) -> None:
-    machine.marks.append(machine.stack)
-    machine.stack = []
+def _push_mark(unpickler: _Unpickler) -> None:
+    unpickler.marks.append(unpickler.stack)
+    unpickler.stack = []
 
 
-def _protocol(machine: _Unpickler) -> None:
-    if machine.number(_BYTE) != 2:
-        raise ValueError("its pickle has another protocol than 2, which torch.save writes")
+def _protocol(unpickler: _Unpickler) -> None:
+    if unpickler.read_number(_BYTE) != 2:
+        raise ValueError("its pickle must have protocol 2, which torch.save writes")
 
 
-def _popped(machine: _Unpickler, count: int) -> list[Any]:
-    if len(machine.stack) <= count:
+def _pop(unpickler: _Unpickler, count: int) -> list[Any]:
+    if len(unpickler.stack) <= count:
         raise ValueError("its pickle lacks values")
-    values = machine.stack[-count:]
-    del machine.stack[-count:]
+    values = unpickler.stack[-count:]
+    del unpickler.stack[-count:]
     return values
 
 
@@ -393,35 +402,39 @@ _OPERATIONS: dict[int, Callable[[_Unpickler], Any]] = {
     ord(code): operation
     for code, operation in {
         "\x80": _protocol,
-        "c": _Unpickler.named,
-        "R": _Unpickler.called,
-        "b": _Unpickler.attributes,
-        "Q": _Unpickler.memory,
-        "(": _marked,
-        "N": lambda machine: machine.stack.append(None),
-        "\x88": lambda machine: machine.stack.append(True),
-        "\x89": lambda machine: machine.stack.append(False),
-        ")": lambda machine: machine.stack.append(()),
-        "]": lambda machine: machine.stack.append([]),
-        "}": lambda machine: machine.stack.append({}),
-        "a": lambda machine: _append(machine, _popped(machine, 1)),
-        "e": lambda machine: _append(machine, machine.above()),
-        "s": lambda machine: _set_items(machine, _popped(machine, 2)),
-        "u": lambda machine: _set_items(machine, machine.above()),
-        "t": _marked_tuple,
-        "\x85": lambda machine: _tuple(machine, 1),
-        "\x86": lambda machine: _tuple(machine, 2),
-        "\x87": lambda machine: _tuple(machine, 3),
-        "J": lambda machine: machine.stack.append(machine.number(_INT)),
-        "K": lambda machine: machine.stack.append(machine.number(_BYTE)),
-        "M": lambda machine: machine.stack.append(machine.number(_SHORT)),
-        "\x8a": _long,
-        "G": lambda machine: machine.stack.append(machine.number(_DOUBLE)),
-        "X": lambda machine: machine.stack.append(machine.take(machine.number(_UINT)).decode("utf-8", "surrogatepass")),
-        "U": lambda machine: machine.stack.append(machine.take(machine.number(_BYTE)).decode("ascii")),
-        "h": lambda machine: machine.stack.append(machine.memo[machine.number(_BYTE)]),
-        "j": lambda machine: machine.stack.append(machine.memo[machine.number(_UINT)]),
-        "q": lambda machine: machine.memo.__setitem__(machine.number(_BYTE), machine.stack[-1]),
-        "r": lambda machine: machine.memo.__setitem__(machine.number(_UINT), machine.stack[-1]),
+        "c": _Unpickler.push_global,
+        "R": _Unpickler.call,
+        "b": _Unpickler.set_attributes,
+        "Q": _Unpickler.push_storage,
+        "(": _push_mark,
+        "N": lambda unpickler: unpickler.stack.append(None),
+        "\x88": lambda unpickler: unpickler.stack.append(True),
+        "\x89": lambda unpickler: unpickler.stack.append(False),
+        ")": lambda unpickler: unpickler.stack.append(()),
+        "]": lambda unpickler: unpickler.stack.append([]),
+        "}": lambda unpickler: unpickler.stack.append({}),
+        "a": lambda unpickler: _append(unpickler, _pop(unpickler, 1)),
+        "e": lambda unpickler: _append(unpickler, unpickler.pop_to_mark()),
+        "s": lambda unpickler: _set_items(unpickler, _pop(unpickler, 2)),
+        "u": lambda unpickler: _set_items(unpickler, unpickler.pop_to_mark()),
+        "t": _tuple_to_mark,
+        "\x85": lambda unpickler: _tuple(unpickler, 1),
+        "\x86": lambda unpickler: _tuple(unpickler, 2),
+        "\x87": lambda unpickler: _tuple(unpickler, 3),
+        "J": lambda unpickler: unpickler.stack.append(unpickler.read_number(_INT)),
+        "K": lambda unpickler: unpickler.stack.append(unpickler.read_number(_BYTE)),
+        "M": lambda unpickler: unpickler.stack.append(unpickler.read_number(_SHORT)),
+        "\x8a": _long_integer,
+        "G": lambda unpickler: unpickler.stack.append(unpickler.read_number(_DOUBLE)),
+        "X": lambda unpickler: unpickler.stack.append(
+            unpickler.read_bytes(unpickler.read_number(_UINT)).decode("utf-8", "surrogatepass")
+        ),
+        "U": lambda unpickler: unpickler.stack.append(
+            unpickler.read_bytes(unpickler.read_number(_BYTE)).decode("ascii")
+        ),
+        "h": lambda unpickler: unpickler.stack.append(unpickler.memo[unpickler.read_number(_BYTE)]),
+        "j": lambda unpickler: unpickler.stack.append(unpickler.memo[unpickler.read_number(_UINT)]),
+        "q": lambda unpickler: unpickler.memo.__setitem__(unpickler.read_number(_BYTE), unpickler.stack[-1]),
+        "r": lambda unpickler: unpickler.memo.__setitem__(unpickler.read_number(_UINT), unpickler.stack[-1]),
     }.items()
 }

@@ -34,50 +34,50 @@ def checksum(node: Any) -> int:
         >>> checksum([1]) == checksum([1.0])
         False
     """
-    found = 0
-    for part in _parts(node):
-        found = zlib.crc32(part, found)
-    return found
+    crc = 0
+    for data in _node_bytes(node):
+        crc = zlib.crc32(data, crc)
+    return crc
 
 
-def _parts(node: Any) -> Iterator[Any]:
+def _node_bytes(node: Any) -> Iterator[Any]:
     if isinstance(node, Mapping):
         yield f"{{{len(node)}".encode()
         named = {f"{type(key).__name__} {key!r}": entry for key, entry in node.items()}
         for name in sorted(named):
             yield name.encode(errors="replace")
-            yield from _parts(named[name])
+            yield from _node_bytes(named[name])
     elif isinstance(node, list | tuple):
         yield f"[{len(node)}".encode()
         for entry in node:
-            yield from _parts(entry)
+            yield from _node_bytes(entry)
     elif isinstance(node, Tensor):
         yield f"{node.dtype} {list(node.shape)}".encode()
         if is_plain(node):
-            yield from _numbers(node)
+            yield from _tensor_bytes(node)
     elif node is None or type(node) in (bool, int, float, str):
         yield f"{type(node).__name__} {node!r}".encode(errors="replace")
     else:
         yield f"a {type(node).__name__}".encode()
 
 
-def _numbers(tensor: Tensor) -> Iterator[Any]:
+def _tensor_bytes(tensor: Tensor) -> Iterator[Any]:
     """Yield the bytes of a tensor in the order of its elements; copy a bounded number of them at a time."""
     if tensor.is_contiguous() or tensor.nbytes <= _CHUNK:
         yield from iter_chunks(tensor.reshape(-1))
         return
     step = _CHUNK // (tensor.nbytes // len(tensor))
     for part in tensor.split(step) if step else tensor:
-        yield from _numbers(part)
+        yield from _tensor_bytes(part)
 
 
 def iter_chunks(rows: Any) -> Iterator[Any]:
     """Yield the bytes of rows, a bounded number at a time."""
     step = max(1, _CHUNK // max(1, rows[:1].nbytes))
     for start in range(0, len(rows), step):
-        part = rows[start : start + step].detach().cpu().contiguous()
+        chunk = rows[start : start + step].detach().cpu().contiguous()
         # A single number keeps the stride of its column, and a view as bytes needs stride 1.
-        yield part.as_strided([part.numel()], [1]).view(torch.uint8).numpy()
+        yield chunk.as_strided([chunk.numel()], [1]).view(torch.uint8).numpy()
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -93,17 +93,19 @@ def with_own_numbers(node: Any) -> Any:
         (1,)
     """
     if isinstance(node, Tensor):
-        return node.contiguous() if is_plain(node) and _repeats(node) else node
+        return node.contiguous() if is_plain(node) and _is_expanded(node) else node
     if isinstance(node, Mapping):
-        changed = {key: new for key, each in node.items() if (new := with_own_numbers(each)) is not each}
+        changed = {
+            key: copied_entry for key, entry in node.items() if (copied_entry := with_own_numbers(entry)) is not entry
+        }
         if not changed or not isinstance(node, dict):
             return node
-        copied = copy.copy(node)
-        copied.update(changed)
-        return copied
+        copied_mapping = copy.copy(node)
+        copied_mapping.update(changed)
+        return copied_mapping
     if type(node) in (list, tuple):
-        entries = [with_own_numbers(each) for each in node]
-        is_same = all(new is each for new, each in zip(entries, node, strict=True))
+        entries = [with_own_numbers(entry) for entry in node]
+        is_same = all(copied_entry is entry for copied_entry, entry in zip(entries, node, strict=True))
         return node if is_same else type(node)(entries)
     return node
 
@@ -120,61 +122,65 @@ def verify_checksums(checkpoint: Mapping[str, Any], where: str) -> None:
     Raises:
         ValueError: An entry has another checksum, or a tensor is not plain or repeats its memory.
     """
-    for name in foreign_tensors(checkpoint):
-        raise ValueError(f"{where} holds a tensor without numbers of its own, {name}; take another checkpoint")
+    for name in invalid_tensors(checkpoint):
+        raise ValueError(f"{where} has a tensor without numbers of its own, {name}; use another checkpoint")
     sums = checkpoint.get(SEAL, {})
     if not isinstance(sums, Mapping):
-        raise ValueError(f"{where} has {SEAL!r} that are not ours; take another checkpoint")
-    for name, written in sums.items():
-        if checksum(checkpoint.get(name)) != written:
-            raise ValueError(f"{where} is damaged: {name!r} is not as it was written; take another checkpoint")
+        raise ValueError(
+            f"{where} must have a dict of checksums as 'checksums', got a {type(sums).__name__}; use another checkpoint"
+        )
+    for name, expected in sums.items():
+        if checksum(checkpoint.get(name)) != expected:
+            raise ValueError(
+                f"{where} is damaged: {name!r} has another checksum than when it was written; use another checkpoint"
+            )
 
 
-def foreign_tensors(checkpoint: Mapping[str, Any]) -> Iterator[str]:
+def invalid_tensors(checkpoint: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of tensors that are not plain or that repeat their memory.
 
     Raises:
         ValueError: There are too many values, levels or characters (lists in a file may contain themselves), or the
             tensors have many times the bytes of their memory.
     """
-    left: list[tuple[_Path, Any, int]] = [(None, checkpoint, 0)]
-    seen, characters, elements, memory = 0, 0, 0, dict[int, int]()
-    while left:
-        path, node, depth = left.pop()
-        inside = len(node) if isinstance(node, Mapping | list | tuple) else 0
-        seen += 1
-        if seen + len(left) + inside > CHECKPOINT_VALUES or depth > CHECKPOINT_DEPTH:
+    pending: list[tuple[_Path, Any, int]] = [(None, checkpoint, 0)]
+    count, characters, elements, storage_bytes = 0, 0, 0, dict[int, int]()
+    while pending:
+        path, node, depth = pending.pop()
+        children = len(node) if isinstance(node, Mapping | list | tuple) else 0
+        count += 1
+        if count + len(pending) + children > CHECKPOINT_VALUES or depth > CHECKPOINT_DEPTH:
             raise ValueError(
-                f"the checkpoint holds more than {CHECKPOINT_VALUES} values, or more than {CHECKPOINT_DEPTH} levels"
+                f"the checkpoint has more than {CHECKPOINT_VALUES} values, or more than {CHECKPOINT_DEPTH} levels"
             )
         if isinstance(node, Tensor):
-            if not is_plain(node) or _repeats(node):
-                yield _name(path)
+            if not is_plain(node) or _is_expanded(node):
+                yield _dotted_name(path)
                 continue
             elements += node.nbytes
             storage = node.untyped_storage()
-            memory[storage.data_ptr()] = storage.nbytes()
+            storage_bytes[storage.data_ptr()] = storage.nbytes()
         elif isinstance(node, str):
             characters += len(node)
         elif isinstance(node, Mapping | list | tuple):
             entries = node.items() if isinstance(node, Mapping) else enumerate(node)
-            left += (((path, key), entry, depth + 1) for key, entry in entries)
+            pending += (((path, key), entry, depth + 1) for key, entry in entries)
             characters += sum(len(key) for key in node if isinstance(key, str)) if isinstance(node, Mapping) else 0
         if characters > CHECKPOINT_TEXT:
-            raise ValueError(f"the checkpoint holds texts of more than {CHECKPOINT_TEXT} characters")
-    if elements > max(ELEMENTS_LEAST, ELEMENTS_PER_BYTE * sum(memory.values())):
+            raise ValueError(f"the strings of the checkpoint have more than {CHECKPOINT_TEXT} characters")
+    if elements > max(ELEMENTS_LEAST, ELEMENTS_PER_BYTE * sum(storage_bytes.values())):
         raise ValueError(
             f"the tensors of the checkpoint have more than {ELEMENTS_PER_BYTE} times the bytes of their memory"
         )
 
 
-def _repeats(tensor: Tensor) -> bool:
+def _is_expanded(tensor: Tensor) -> bool:
     return any(step == 0 and length > 1 for length, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _name(path: _Path) -> str:
-    keys: list[str] = []
+def _dotted_name(path: _Path) -> str:
+    names: list[str] = []
     while path is not None:
         path, key = path
-        keys.append(str(key)[:200])
-    return ".".join(reversed(keys))
+        names.append(str(key)[:200])
+    return ".".join(reversed(names))

@@ -1,4 +1,4 @@
-"""User errors, and checks that parts fit together: the method ``misfit`` of a part returns the reason or None."""
+"""User errors, and checks of compatibility: the method ``misfit`` of a part returns a reason or None."""
 
 from __future__ import annotations
 
@@ -16,34 +16,38 @@ class IncompatibleError(ValueError):
 
 
 def check_compatible(part: Any, *others: Any) -> None:
-    """Check by its method ``misfit`` that a part fits others; raise IncompatibleError with the reason if it does not.
+    """Check by its method ``check`` that a part fits others; raise IncompatibleError with the reason if it does not.
 
     Examples:
         >>> class Stack:
         ...     def misfit(self, specs, learner):
-        ...         return None if len(specs) == 3 else f"a stack is no {specs}; take images."
+        ...         return None if len(specs) == 3 else f"a stack needs images, got {specs}."
         >>> check_compatible(Stack(), [84, 84, 3], None)
         >>> check_compatible(Stack(), [4], None)
         Traceback (most recent call last):
             ...
-        torchrl_lightning._core.errors.IncompatibleError: a stack is no [4]; take images.
+        torchrl_lightning._core.errors.IncompatibleError: a stack needs images, got [4].
     """
-    misfit = getattr(part, "misfit", None)
-    if misfit is not None and (reason := misfit(*others)) is not None:
+    check = getattr(part, "misfit", None)
+    if check is not None and (reason := check(*others)) is not None:
         raise IncompatibleError(reason)
 
 
 def check_stream(learner: Any, data: Any) -> None:
     """Check that a learner learns from the stream that a DataModule serves; raise IncompatibleError if it does not.
 
-    A learner names the stream in ``stream_kind``, a DataModule in ``stream_kind``; None fits any stream.
+    Both name it in ``stream_kind``; None fits any stream.
     """
-    wanted, served = LearnerApi.of(learner), DataApi.of(data)
-    if wanted.stream_kind is None or served.stream_kind is None or wanted.stream_kind == served.stream_kind:
+    learner_api, data_api = LearnerApi.of(learner), DataApi.of(data)
+    if (
+        learner_api.stream_kind is None
+        or data_api.stream_kind is None
+        or learner_api.stream_kind == data_api.stream_kind
+    ):
         return
     raise IncompatibleError(
         f"{type(learner).__name__} does not learn from the {type(data).__name__}; choose a stream for it, such as "
-        f"{wanted.suggested_data}, or a learner for this stream, such as {served.suggested_model}."
+        f"{learner_api.suggested_data}, or a learner for this stream, such as {data_api.suggested_model}."
     )
 
 
@@ -52,13 +56,13 @@ def check_precision(trainer: Any) -> None:
     precision, plugin = str(trainer.precision), trainer.precision_plugin
     if precision.endswith("-true") and precision != "32-true":
         raise ValueError(
-            f"precision={precision!r} makes Lightning rebuild each TensorDict without its batch size and "
-            "feeds float32 observations to a policy of another type. Use '32-true', '16-mixed' or 'bf16-mixed'."
+            f"precision must be '32-true', '16-mixed' or 'bf16-mixed', got {precision!r}. Lightning would rebuild each "
+            "TensorDict without its batch size, and a policy of another dtype would receive float32 observations."
         )
     if precision.startswith("transformer-engine") or not _only_autocasts(plugin):
         raise ValueError(
             f"precision must be '32-true', '16-mixed' or 'bf16-mixed', got {precision!r} of {type(plugin).__name__}. "
-            "It changes more than autocast does, so that the policy would act in another precision than it learns in."
+            "It changes more than autocast, so the policy would act in another precision than in training."
         )
 
 
@@ -87,9 +91,11 @@ def _only_autocasts(plugin: Any) -> bool:
     import torch
     from tensordict import TensorDict, TensorDictBase
 
-    batch, default = TensorDict({"observation": torch.zeros(1, 1)}, [1]), torch.get_default_dtype()
+    batch, default_dtype = TensorDict({"observation": torch.zeros(1, 1)}, [1]), torch.get_default_dtype()
     with plugin.train_step_context():
-        is_default = torch.get_default_dtype() == default
+        is_default = torch.get_default_dtype() == default_dtype
     batch = plugin.convert_input(batch)
-    is_kept = isinstance(batch, TensorDictBase) and batch.shape == (1,) and batch["observation"].dtype == default
-    return is_default and is_kept
+    is_unchanged = (
+        isinstance(batch, TensorDictBase) and batch.shape == (1,) and batch["observation"].dtype == default_dtype
+    )
+    return is_default and is_unchanged

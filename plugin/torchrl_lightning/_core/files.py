@@ -41,9 +41,9 @@ DTYPES = {
     )
 }  # fmt: skip
 _ALIGNMENT = 64
-_STREAMED = 1 << 20  # bytes; a streaming reader reads larger tensors in slices
-_BINARY = re.compile(r"state-[0-9a-f]{16}\.bin")
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
+_STREAMED_BYTES = 1 << 20  # bytes; a streaming reader reads larger tensors in slices
+_BINARY_NAME = re.compile(r"state-[0-9a-f]{16}\.bin")
+_TEMPORARY_NAME = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 _TENSOR, _TUPLE = "__tensor__", "__tuple__"
 
 
@@ -57,10 +57,12 @@ def replaced_files(*paths: Path) -> Iterator[list[BinaryIO]]:
     folders = {path.parent for path in paths}
     for folder in folders:
         remove_leftovers(folder)
-    with contextlib.ExitStack() as held:
-        temporary = [held.enter_context(temporary_sibling(path, partial(Path.touch, exist_ok=False))) for path in paths]
-        with contextlib.ExitStack() as stack:
-            files: list[BinaryIO] = [stack.enter_context(path.open("r+b")) for path in temporary]
+    with contextlib.ExitStack() as siblings:
+        temporary = [
+            siblings.enter_context(temporary_sibling(path, partial(Path.touch, exist_ok=False))) for path in paths
+        ]
+        with contextlib.ExitStack() as open_files:
+            files: list[BinaryIO] = [open_files.enter_context(path.open("r+b")) for path in temporary]
             yield files
             for file in files:
                 file.flush()
@@ -77,47 +79,47 @@ def remove_leftovers(folder: Path) -> None:
     Files in use are locked by the process that writes them, and are not removed.
     """
     for path in folder.iterdir() if folder.is_dir() else ():
-        if _TEMPORARY.fullmatch(path.name) and (holder := _hold(path, False)) is not None:
-            with holder:
+        if _TEMPORARY_NAME.fullmatch(path.name) and (lock := _lock(path, False)) is not None:
+            with lock:
                 _remove(path)
 
 
 @contextlib.contextmanager
-def temporary_sibling(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
+def temporary_sibling(target: Path, create: Callable[[Path], None]) -> Iterator[Path]:
     """Create and lock a temporary file or folder beside the target; remove it after the block if it still exists."""
     while True:
         path = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
-        make(path)
-        if (holder := _hold(path, True)) is not None:  # otherwise another process took it for a leftover
+        create(path)
+        if (lock := _lock(path, True)) is not None:  # otherwise another process took it for a leftover
             break
-    with holder:
+    with lock:
         try:
             yield path
         finally:
             _remove(path)
 
 
-def _hold(path: Path, where_none_can: bool) -> contextlib.ExitStack | None:
+def _lock(path: Path, if_unsupported: bool) -> contextlib.ExitStack | None:
     """Lock a temporary file or folder until the stack is closed or the process ends; return None if it is locked.
 
-    If the system cannot lock files, ``where_none_can`` decides whether the file counts as locked.
+    If the system cannot lock files, ``if_unsupported`` decides whether the file counts as locked.
     """
-    held = contextlib.ExitStack()
+    lock = contextlib.ExitStack()
     if fcntl is None:
-        return held if where_none_can else None
+        return lock if if_unsupported else None
     try:
         # Some filesystems cannot lock a file that is open for reading only.
         descriptor = os.open(path, (os.O_RDONLY if path.is_dir() else os.O_RDWR) | os.O_NOFOLLOW)
-        held.callback(os.close, descriptor)
+        lock.callback(os.close, descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(descriptor), path.lstat()):
-            return held
+            return lock
     except (BlockingIOError, FileNotFoundError):
         pass
     except OSError:
-        if where_none_can:
-            return held
-    held.close()
+        if if_unsupported:
+            return lock
+    lock.close()
     return None
 
 
@@ -144,13 +146,13 @@ def check_writable(folder: Path, name: str) -> None:
         name: The setting that names it.
 
     Raises:
-        Fault: The folder, or its nearest existing parent, is not writable.
+        UserError: The folder, or its nearest existing parent, is not writable.
     """
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
-        tempfile.TemporaryFile(dir=there).close()
+        tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
-        raise UserError(f"{name}={folder} cannot be written to ({error}); name another folder.") from error
+        raise UserError(f"{name} must be a writable folder, got {folder} ({error}). Name another folder.") from error
 
 
 class StateFilesMixin:
@@ -180,8 +182,8 @@ class NoCheckpointerMixin(StateFilesMixin):
     def register_save_hook(self, hook: Any) -> None:
         """Raise TypeError, because the hook would be ignored."""
         raise TypeError(
-            f"{type(self).__name__} writes its own files, which TorchRL's checkpointers and hooks do not reach; "
-            "change what state_dict() gives, or use TorchRL's buffer and storage."
+            f"{type(self).__name__} writes its own files and ignores TorchRL's checkpointers and hooks. "
+            "Override state_dict(), or use TorchRL's buffer and storage."
         )
 
     register_load_hook = register_save_hook
@@ -197,9 +199,9 @@ class ChunkedTensor:
     def __len__(self) -> int:
         return len(self.cells)
 
-    def __getitem__(self, part: slice) -> Tensor:
+    def __getitem__(self, rows: slice) -> Tensor:
         """Gather a slice of the rows."""
-        return self.leaf.index_select(0, self.cells[part].to(self.leaf.device))
+        return self.leaf.index_select(0, self.cells[rows].to(self.leaf.device))
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
@@ -214,9 +216,9 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
         _write_into(folder, state)
         return
     remove_leftovers(folder.parent)
-    with temporary_sibling(folder, Path.mkdir) as made:
-        _write_into(made, state)
-        made.rename(folder)
+    with temporary_sibling(folder, Path.mkdir) as temporary:
+        _write_into(temporary, state)
+        temporary.rename(folder)
     _sync_folder(folder.parent)
 
 
@@ -224,17 +226,17 @@ def _write_into(folder: Path, state: Mapping[str, Any]) -> None:
     name = f"state-{secrets.token_hex(8)}.bin"
     with replaced_files(folder / name, folder / MANIFEST) as (file, manifest):
         content = {"file": name, "state": _encode(state, file, "state"), "size": file.tell()}
-        written = {"version": VERSION, "crc32": _checksum(content), "content": content}
-        described = json.dumps(written).encode()
-        values = json_values(described)
-        if len(described) > MANIFEST_BYTES or values > MANIFEST_VALUES:
+        envelope = {"version": VERSION, "crc32": _checksum(content), "content": content}
+        encoded = json.dumps(envelope).encode()
+        values = json_values(encoded)
+        if len(encoded) > MANIFEST_BYTES or values > MANIFEST_VALUES:
             raise ValueError(
-                f"the state of {folder} has {values:,} values in {len(described):,} bytes beside its tensors, more "
-                f"than {MANIFEST_VALUES:,} in {MANIFEST_BYTES:,}, which could not be read again."
+                f"the state of {folder} has {values:,} values in {len(encoded):,} bytes in addition to its tensors, "
+                f"but at most {MANIFEST_VALUES:,} values in {MANIFEST_BYTES:,} bytes can be read again."
             )
-        manifest.write(described)
+        manifest.write(encoded)
     for old in folder.iterdir():  # also complete files of killed processes
-        if old.name != name and _BINARY.fullmatch(old.name):
+        if old.name != name and _BINARY_NAME.fullmatch(old.name):
             old.unlink(missing_ok=True)
 
 
@@ -246,8 +248,8 @@ def _encode(value: Any, file: BinaryIO, path: str) -> Any:
     if isinstance(value, Tensor | ChunkedTensor):
         return {_TENSOR: _write_tensor(value, file, path)}
     if isinstance(value, Mapping):
-        if wrong := [key for key in value if not isinstance(key, str) or key in (_TENSOR, _TUPLE)]:
-            raise TypeError(f"{path} has the key {wrong[0]!r}; keys must be strings.")
+        if invalid := [key for key in value if not isinstance(key, str) or key in (_TENSOR, _TUPLE)]:
+            raise TypeError(f"{path} has the key {invalid[0]!r}; keys must be strings.")
         return {key: _encode(entry, file, f"{path}[{key!r}]") for key, entry in value.items()}
     if isinstance(value, tuple):
         return {_TUPLE: [_encode(entry, file, path) for entry in value]}
@@ -255,7 +257,7 @@ def _encode(value: Any, file: BinaryIO, path: str) -> Any:
         return [_encode(entry, file, path) for entry in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise TypeError(f"{path} is a {type(value).__name__}; a state holds tensors and scalars only.")
+    raise TypeError(f"{path} is a {type(value).__name__}; a state has only tensors and scalars.")
 
 
 def _write_tensor(value: Tensor | ChunkedTensor, file: BinaryIO, path: str) -> dict[str, Any]:
@@ -288,15 +290,15 @@ class MappedTensor:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, part: slice) -> Tensor:
+    def __getitem__(self, rows: slice) -> Tensor:
         """Read a contiguous slice of the rows."""
-        start, stop, _ = part.indices(len(self))
-        row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        start, stop, _ = rows.indices(len(self))
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         with self.file.open("rb") as file:
-            file.seek(self.offset + start * row)
-            data = bytearray(file.read(max(stop - start, 0) * row))
-        read = torch.frombuffer(data, dtype=self.dtype) if data else torch.empty(0, dtype=self.dtype)
-        return read.view(-1, *self.shape[1:]) if row else read.new_empty(max(stop - start, 0), *self.shape[1:])
+            file.seek(self.offset + start * row_bytes)
+            data = bytearray(file.read(max(stop - start, 0) * row_bytes))
+        flat = torch.frombuffer(data, dtype=self.dtype) if data else torch.empty(0, dtype=self.dtype)
+        return flat.view(-1, *self.shape[1:]) if row_bytes else flat.new_empty(max(stop - start, 0), *self.shape[1:])
 
 
 def read_state(folder: Path, *, streamed: bool = False) -> dict[str, Any]:
@@ -307,38 +309,40 @@ def read_state(folder: Path, *, streamed: bool = False) -> dict[str, Any]:
     folder = folder.absolute()
     manifest = folder / MANIFEST
     if not manifest.is_file():
-        raise FileNotFoundError(f"{folder} holds no saved state (no {MANIFEST}).")
+        raise FileNotFoundError(f"{folder} has no saved state: {MANIFEST} is missing.")
     try:
         if manifest.is_symlink():
-            raise ValueError(f"{MANIFEST} is a link, which we never write")
+            raise ValueError(f"{MANIFEST} must not be a link")
         # A string with characters outside ASCII could take four times its bytes in memory.
-        written = read_json(manifest, MANIFEST_BYTES, MANIFEST_VALUES, "ascii")
-        if written["version"] != VERSION:
-            raise ValueError(f"it has version {written['version']!r}, this release reads {VERSION}")
-        content = written["content"]
-        if _checksum(content) != written["crc32"]:
+        envelope = read_json(manifest, MANIFEST_BYTES, MANIFEST_VALUES, "ascii")
+        if envelope["version"] != VERSION:
+            raise ValueError(f"it has version {envelope['version']!r}, this release reads {VERSION}")
+        content = envelope["content"]
+        if _checksum(content) != envelope["crc32"]:
             raise ValueError(f"{MANIFEST} was changed after it was written")
-        if not isinstance(content.get("file"), str) or not _BINARY.fullmatch(content["file"]):
-            raise ValueError("the name of the data file is foreign")
+        if not isinstance(content.get("file"), str) or not _BINARY_NAME.fullmatch(content["file"]):
+            raise ValueError("the name of the data file is invalid")
         file = folder / content["file"]
         if file.is_symlink():
-            raise ValueError(f"{file.name} is a link, which we never write")
+            raise ValueError(f"{file.name} must not be a link")
         if not file.is_file() or file.stat().st_size != content.get("size"):
             raise ValueError(f"{file.name} is missing or truncated")
         data = np.memmap(file, np.uint8, "c") if content["size"] else np.empty(0, np.uint8)
         state = _Reader(data, file if streamed else None).decode(content.get("state"))
         if not isinstance(state, dict):
             raise ValueError("the state is not a dict")
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # a manifest may hold anything
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # a manifest may contain any value
         reason = printable(" ".join(str(error).split()))
         raise ValueError(f"The saved state in {printable(folder)} is damaged or foreign: {reason}.") from error
     return state
 
 
 class _Reader:
-    def __init__(self, data: np.ndarray[Any, np.dtype[np.uint8]], streamed: Path | None) -> None:
-        self.data, self.streamed = data, streamed
-        self.left = len(data)  # no byte is read twice, so a hostile manifest cannot request more than the file has
+    def __init__(self, data: np.ndarray[Any, np.dtype[np.uint8]], streamed_file: Path | None) -> None:
+        self.data, self.streamed = data, streamed_file
+        self.remaining_bytes = len(
+            data
+        )  # no byte is read twice, so a hostile manifest cannot request more than the file has
 
     def decode(self, value: Any) -> Any:
         if isinstance(value, dict):
@@ -349,22 +353,22 @@ class _Reader:
             return {key: self.decode(entry) for key, entry in value.items()}
         return [self.decode(entry) for entry in value] if isinstance(value, list) else value
 
-    def _tensor(self, described: dict[str, Any]) -> Tensor | MappedTensor:
-        dtype, shape, offset = DTYPES[described["dtype"]], described["shape"], described["offset"]
+    def _tensor(self, header: dict[str, Any]) -> Tensor | MappedTensor:
+        dtype, shape, offset = DTYPES[header["dtype"]], header["shape"], header["offset"]
         if not all(type(number) is int and 0 <= number < 1 << 62 for number in [*shape, offset]):
             raise ValueError("a shape or an offset is not a natural number")
         size = math.prod(shape) * dtype.itemsize
-        self.left -= size
-        if offset + size > len(self.data) or self.left < 0:
+        self.remaining_bytes -= size
+        if offset + size > len(self.data) or self.remaining_bytes < 0:
             raise ValueError("a tensor reaches beyond the data file")
         if not size:
             return torch.empty(shape, dtype=dtype)
-        if self.streamed is not None and size > _STREAMED:
+        if self.streamed is not None and size > _STREAMED_BYTES:
             rows = MappedTensor(self.streamed, offset, dtype, torch.Size(shape))
-            if reduce(lambda found, piece: zlib.crc32(piece, found), iter_chunks(rows), 0) != described["crc32"]:
+            if reduce(lambda crc, chunk: zlib.crc32(chunk, crc), iter_chunks(rows), 0) != header["crc32"]:
                 raise ValueError("a checksum does not match")
             return rows
-        part: Any = self.data[offset : offset + size]
-        if zlib.crc32(part) != described["crc32"]:
+        data: Any = self.data[offset : offset + size]
+        if zlib.crc32(data) != header["crc32"]:
             raise ValueError("a checksum does not match")
-        return torch.from_numpy(part).view(dtype).reshape(shape)
+        return torch.from_numpy(data).view(dtype).reshape(shape)

@@ -96,14 +96,14 @@ class StubModule(ModuleType):
         super().__init__(name)
         vars(self).update(finder.contents.get(name, {}), _finder=finder)
 
-    def real(self) -> ModuleType:
+    def load(self) -> ModuleType:
         """Import the module."""
         self._finder.remove_stub(self.__name__)
         return import_module(self.__name__)
 
     def __getattr__(self, name: str) -> Any:
         if not self._finder.root_of(self.__name__):
-            return getattr(self.real(), name)
+            return getattr(self.load(), name)
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         return LazyAttribute(self, name)
@@ -115,30 +115,30 @@ class LazyAttribute:
     def __init__(self, stub: StubModule, name: str) -> None:
         self._stub, self._name = stub, name
 
-    def _real(self) -> Any:
-        return getattr(self._stub.real(), self._name)
+    def _load(self) -> Any:
+        return getattr(self._stub.load(), self._name)
 
     def _is_imported(self) -> bool:
         return not isinstance(sys.modules.get(self._stub.__name__, self._stub), StubModule)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Import the module and call the attribute."""
-        return self._real()(*args, **kwargs)
+        return self._load()(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # other libraries probe for special methods
             raise AttributeError(name)
-        return getattr(self._real(), name)
+        return getattr(self._load(), name)
 
     def __instancecheck__(self, instance: object) -> bool:
         # A class that was never imported has no instances.
-        return self._is_imported() and isinstance(instance, self._real())
+        return self._is_imported() and isinstance(instance, self._load())
 
     def __subclasscheck__(self, subclass: type) -> bool:
-        return self._is_imported() and issubclass(subclass, self._real())
+        return self._is_imported() and issubclass(subclass, self._load())
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (self._real(),)
+        return (self._load(),)
 
 
 class _StubFinder(MetaPathFinder, Loader):
@@ -153,11 +153,11 @@ class _StubFinder(MetaPathFinder, Loader):
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Find a stub for an installed module."""
-        found = PathFinder.find_spec(name, path, target) if self.root_of(name) else None
-        if found is None:
+        real_spec = PathFinder.find_spec(name, path, target) if self.root_of(name) else None
+        if real_spec is None:
             return None
-        spec = ModuleSpec(name, self, origin=found.origin)
-        spec.submodule_search_locations = found.submodule_search_locations
+        spec = ModuleSpec(name, self, origin=real_spec.origin)
+        spec.submodule_search_locations = real_spec.submodule_search_locations
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -173,13 +173,13 @@ class _StubFinder(MetaPathFinder, Loader):
         if root is None:
             return
         del self.contents[root]
-        for stubbed, module in list(sys.modules.items()):
-            if f"{stubbed}.".startswith(f"{root}.") and isinstance(module, StubModule):
-                del sys.modules[stubbed]
-                parent, _, child = stubbed.rpartition(".")
-                holder = sys.modules.get(parent)
-                if holder is not None and vars(holder).get(child) is module:
-                    delattr(holder, child)
+        for module_name, module in list(sys.modules.items()):
+            if f"{module_name}.".startswith(f"{root}.") and isinstance(module, StubModule):
+                del sys.modules[module_name]
+                parent_name, _, attribute = module_name.rpartition(".")
+                parent_module = sys.modules.get(parent_name)
+                if parent_module is not None and vars(parent_module).get(attribute) is module:
+                    delattr(parent_module, attribute)
 
 
 class DeferredCompilerCalls(MetaPathFinder):
@@ -190,7 +190,7 @@ class DeferredCompilerCalls(MetaPathFinder):
 
     def decorators(self) -> dict[str, Callable[..., Any]]:
         """Return the replacements of the compiler's functions, by name."""
-        return {each.__name__: each for each in (self.disable, self.allow_in_graph, self.assume_constant_result)}
+        return {method.__name__: method for method in (self.disable, self.allow_in_graph, self.assume_constant_result)}
 
     def disable(self, fn: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Return a wrapper that calls ``fn``, or the compiler's ``disable(fn)`` once the compiler is imported."""
@@ -199,16 +199,16 @@ class DeferredCompilerCalls(MetaPathFinder):
         if not isinstance(fn, FunctionType):  # a class, which the compiler changes in place
             self._calls.append(lambda compiler: compiler.disable(fn, *args, **kwargs))
             return fn
-        called: Callable[..., Any] = fn
+        target: Callable[..., Any] = fn
 
         @wraps(fn)
-        def uncompiled(*own: Any, **named: Any) -> Any:
-            return called(*own, **named)
+        def uncompiled(*call_args: Any, **call_kwargs: Any) -> Any:
+            return target(*call_args, **call_kwargs)
 
         def repeat(compiler: ModuleType) -> None:
-            nonlocal called
-            called = compiler.disable(fn, *args, **kwargs)
-            marks = {name: value for name, value in vars(called).items() if name.startswith("_torchdynamo_")}
+            nonlocal target
+            target = compiler.disable(fn, *args, **kwargs)
+            marks = {name: value for name, value in vars(target).items() if name.startswith("_torchdynamo_")}
             vars(uncompiled).update(marks, _torchdynamo_wrapper_id=id(uncompiled))
 
         self._calls.append(repeat)
@@ -238,10 +238,10 @@ class DeferredCompilerCalls(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
+            exec_module = spec.loader.exec_module
 
             def run_and_repeat(module: ModuleType) -> None:
-                run(module)
+                exec_module(module)
                 self._repeat(module)
 
             spec.loader.exec_module = run_and_repeat  # type: ignore[method-assign]

@@ -10,7 +10,9 @@ from types import FrameType
 
 from torchrl_lightning._core.processes import is_main_thread
 
-_NOTE = b"\nCtrl-C: the run stops when its step is complete. Press Ctrl-C again to stop now, without saving the step.\n"
+_NOTICE = (
+    b"\nCtrl-C: the run stops when its step is complete. Press Ctrl-C again to stop now, without saving the step.\n"
+)
 
 
 class InterruptHolder:
@@ -22,7 +24,7 @@ class InterruptHolder:
     Attributes:
         pending: Whether a Ctrl-C is held.
         between_steps: Whether the last step is complete and nothing of the next one has changed the run.
-        is_torn: Whether a second Ctrl-C has stopped the run within a step, so that its state is not consistent.
+        is_torn: Whether a second Ctrl-C stopped the run within a step; its state is then inconsistent.
     """
 
     def __init__(self) -> None:
@@ -76,7 +78,7 @@ class InterruptHolder:
             self.pending, self.is_torn = False, True
             raise KeyboardInterrupt
         self.pending = True
-        os.write(2, _NOTE)  # print is not safe in a signal handler
+        os.write(2, _NOTICE)  # print is not safe in a signal handler
 
 
 interrupts = InterruptHolder()

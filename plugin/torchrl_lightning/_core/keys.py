@@ -73,22 +73,24 @@ def check_names(paths: Iterable[tuple[Any, ...]]) -> None:
     Examples:
         >>> check_names([("arm", "shape")])
         Traceback (most recent call last):
-        ValueError: the environment observes 'arm.shape', but entries of TorchRL's specs must have names that are \
-texts, not empty, and none of device, dtype, shape, space. Rename them by rename={arm.shape: last_shape} of an \
-EnvironmentRecipe (in a command, env=recipe data.env.rename=...), or leave them out by its drop=.
+        ValueError: the names of observations must be strings, not empty, and none of device, dtype, shape, space, got \
+'arm.shape'. Rename them by rename={arm.shape: last_shape} of an EnvironmentRecipe (in a command, env=recipe \
+data.env.rename=...), or leave them out by its drop=.
     """
-    bad = {path: name for path in paths for name in [path[-1]] if not _is_nameable(name)}
-    if not bad:
+    invalid = {path: name for path in paths for name in [path[-1]] if not _is_nameable(name)}
+    if not invalid:
         return
-    shown = [joined(path) for path in bad]
-    new = [
-        f"last_{name}" if name in UNNAMEABLE and name else f"entry_{place}" for place, name in enumerate(bad.values())
+    keys = [joined(path) for path in invalid]
+    new_names = [
+        f"last_{name}" if name in UNNAMEABLE and name else f"entry_{position}"
+        for position, name in enumerate(invalid.values())
     ]
+    renames = ", ".join(f"{old or repr(old)}: {new}" for old, new in zip(keys, new_names, strict=True))
     raise ValueError(
-        f"the environment observes {', '.join(map(repr, shown))}, but entries of TorchRL's specs must have names that "
-        f"are texts, not empty, and none of {', '.join(sorted(UNNAMEABLE - {''}))}. Rename them by "
-        f"rename={{{', '.join(f'{old or repr(old)}: {name}' for old, name in zip(shown, new, strict=True))}}} of an "
-        "EnvironmentRecipe (in a command, env=recipe data.env.rename=...), or leave them out by its drop=."
+        "the names of observations must be strings, not empty, and none of "
+        f"{', '.join(sorted(UNNAMEABLE - {''}))}, got {', '.join(map(repr, keys))}. Rename them by "
+        f"rename={{{renames}}} of an EnvironmentRecipe (in a command, env=recipe data.env.rename=...), or leave them "
+        "out by its drop=."
     )
 
 
@@ -102,24 +104,24 @@ def _is_nameable(name: Any) -> bool:
     return all(isinstance(part, str) and part not in UNNAMEABLE for part in parts)
 
 
-def check_observed(names: Iterable[str], meant: Mapping[str, str] = MappingProxyType({})) -> None:
+def check_observed(names: Iterable[str], suggestions: Mapping[str, str] = MappingProxyType({})) -> None:
     """Validate the names of an observation's entries; raise ValueError if a name is reserved.
 
     Args:
         names: The names of its entries.
-        meant: The suggested new names of some entries.
+        suggestions: The suggested new names of some entries.
 
     Examples:
         >>> check_observed(["observation", "gamma"])
         Traceback (most recent call last):
-        ValueError: the environment observes 'gamma', but a run keeps entries of its own under such names, which would \
-overwrite those. Rename them by rename={gamma: last_gamma} of an EnvironmentRecipe (in a command, env=recipe \
+        ValueError: the names of observations must not be names of other entries of a run, which would overwrite them, \
+got 'gamma'. Rename them by rename={gamma: last_gamma} of an EnvironmentRecipe (in a command, env=recipe \
 data.env.rename=...), or leave them out by its drop=.
     """
-    if taken := sorted(RESERVED.intersection(names)):
-        mend = ", ".join(f"{name}: {meant.get(name, 'last_' + name.removeprefix('_'))}" for name in taken)
+    if reserved := sorted(RESERVED.intersection(names)):
+        renames = ", ".join(f"{name}: {suggestions.get(name, 'last_' + name.removeprefix('_'))}" for name in reserved)
         raise ValueError(
-            f"the environment observes {', '.join(map(repr, taken))}, but a run keeps entries of its own under such "
-            f"names, which would overwrite those. Rename them by rename={{{mend}}} of an EnvironmentRecipe (in a "
+            "the names of observations must not be names of other entries of a run, which would overwrite them, got "
+            f"{', '.join(map(repr, reserved))}. Rename them by rename={{{renames}}} of an EnvironmentRecipe (in a "
             "command, env=recipe data.env.rename=...), or leave them out by its drop=."
         )

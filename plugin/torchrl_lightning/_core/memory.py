@@ -25,7 +25,7 @@ from torch import Tensor
 from torchrl_lightning._core.tree import Tree, leaves_of, map_leaves
 
 _logger = logging.getLogger(__name__)
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 DESCRIPTORS = Path("/proc/self/fd")
@@ -40,8 +40,8 @@ def allocate(size: int, dtype: torch.dtype, device: torch.device | str) -> Tenso
     if torch.device(device).type != "cpu":
         return torch.empty(size, dtype=dtype, device=device)
     raw = np.empty(size * dtype.itemsize + LINE, np.uint8)
-    begin = -raw.ctypes.data % LINE
-    return torch.from_numpy(raw[begin : begin + size * dtype.itemsize]).view(dtype)
+    start = -raw.ctypes.data % LINE
+    return torch.from_numpy(raw[start : start + size * dtype.itemsize]).view(dtype)
 
 
 def zeros(size: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -49,8 +49,8 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     if torch.device(device).type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
     raw = np.zeros(size * dtype.itemsize + LINE, np.uint8)
-    begin = -raw.ctypes.data % LINE
-    return torch.from_numpy(raw[begin : begin + size * dtype.itemsize]).view(dtype)
+    start = -raw.ctypes.data % LINE
+    return torch.from_numpy(raw[start : start + size * dtype.itemsize]).view(dtype)
 
 
 def check_free_memory(
@@ -63,9 +63,9 @@ def check_free_memory(
     """
     free = free_bytes(torch.device(device), folder)
     if free is not None and needed > free:
-        where = f"on the disk of {folder}" if folder is not None else f"in the memory of {device}"
+        location = f"on the disk of {folder}" if folder is not None else f"in the memory of {device}"
         raise ValueError(
-            f"{owner} needs {format_bytes(needed)}, but only {format_bytes(free)} are free {where}; {remedy}."
+            f"{owner} needs {format_bytes(needed)}, but only {format_bytes(free)} are free {location}; {remedy}."
         )
 
 
@@ -126,7 +126,7 @@ class UnnamedFile:
         weakref.finalize(self, os.close, descriptor)
 
     @classmethod
-    def new(cls, folder: Path, size: int) -> UnnamedFile:
+    def create(cls, folder: Path, size: int) -> UnnamedFile:
         """Create a file of ``size`` reserved bytes on the disk of ``folder``."""
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -139,11 +139,11 @@ class UnnamedFile:
         return DESCRIPTORS.exists()
 
     def __reduce__(self) -> Any:
-        found = os.fstat(self.descriptor)
-        return _open_again, (os.getpid(), self.descriptor, found.st_dev, found.st_ino)
+        status = os.fstat(self.descriptor)
+        return _reopen, (os.getpid(), self.descriptor, status.st_dev, status.st_ino)
 
 
-def _open_again(process: int, descriptor: int, device: int, number: int) -> UnnamedFile:
+def _reopen(process: int, descriptor: int, device: int, inode: int) -> UnnamedFile:
     """Open the unnamed file of another process, or of this one.
 
     Raises:
@@ -152,8 +152,8 @@ def _open_again(process: int, descriptor: int, device: int, number: int) -> Unna
     path = f"/proc/{process}/fd/{descriptor}"
     try:
         file = UnnamedFile(os.open(path, os.O_RDWR | os.O_CLOEXEC))
-        found = os.fstat(file.descriptor)
-        if (found.st_dev, found.st_ino) == (device, number):
+        status = os.fstat(file.descriptor)
+        if (status.st_dev, status.st_ino) == (device, inode):
             return file
         reason = f"{path} is another file now"
     except OSError as error:
@@ -175,22 +175,22 @@ def map_cells(folder: Path, tree: Tree, rows: int) -> tuple[Tree, UnnamedFile]:
     Raises:
         OSError: The folder is not writable, or its disk has too little space; the message gives both numbers.
     """
-    file = UnnamedFile.new(folder, _offsets(tree, rows)[-1])
+    file = UnnamedFile.create(folder, _offsets(tree, rows)[-1])
     return mapped_tree(file, tree, rows), file
 
 
 def mapped_tree(file: UnnamedFile, tree: Tree, rows: int) -> Tree:
     """Map leaves like the leaves of ``tree``, with ``rows`` rows each, from a file that :func:`map_cells` created."""
     *offsets, total = _offsets(tree, rows)
-    memory, begins = mmap.mmap(file.descriptor, total), iter(offsets)
+    memory, leaf_offsets = mmap.mmap(file.descriptor, total), iter(offsets)
 
-    def mapped(leaf: Tensor) -> Tensor:
-        shape, offset = torch.Size((rows, *leaf.shape[1:])), next(begins)
+    def map_leaf(leaf: Tensor) -> Tensor:
+        shape, offset = torch.Size((rows, *leaf.shape[1:])), next(leaf_offsets)
         if not shape.numel():
             return torch.empty(shape, dtype=leaf.dtype)
         return torch.frombuffer(memory, dtype=leaf.dtype, count=shape.numel(), offset=offset).view(shape)
 
-    return map_leaves(mapped, tree)
+    return map_leaves(map_leaf, tree)
 
 
 def _offsets(tree: Tree, rows: int) -> list[int]:
@@ -205,7 +205,7 @@ def _reserve_blocks(descriptor: int, size: int, folder: Path) -> None:
         os.posix_fallocate(descriptor, 0, size)
     except (OSError, AttributeError) as error:
         free = format_bytes(free_bytes(torch.device("cpu"), folder) or 0)
-        if isinstance(error, OSError) and error.errno in _FULL:
+        if isinstance(error, OSError) and error.errno in _DISK_FULL_ERRORS:
             raise OSError(
                 error.errno,
                 f"The memory-mapped cells need {format_bytes(size)}, but only {free} are free on the disk of {folder}; "
@@ -232,11 +232,11 @@ def free_bytes(device: torch.device, folder: Path | None = None) -> int | None:
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type != "cpu":
         return None
-    limits = [value for value in (_available(), _container()) if value is not None]
+    limits = [value for value in (_available_on_system(), _available_in_container()) if value is not None]
     return min(limits) if limits else None
 
 
-def _available() -> int | None:
+def _available_on_system() -> int | None:
     try:
         for line in MEMINFO.read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -249,7 +249,7 @@ def _available() -> int | None:
         return None
 
 
-def _container() -> int | None:
+def _available_in_container() -> int | None:
     # Only anonymous memory counts as used, because the kernel can free the pages of memory-mapped files.
     try:
         limit = (CGROUP / "memory.max").read_text().strip()

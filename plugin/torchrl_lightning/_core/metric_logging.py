@@ -17,7 +17,7 @@ RESERVED = frozenset({"step", "epoch"})
 """Names that Lightning uses in checkpoint file names and logged rows."""
 
 
-class _RowsOverClock:
+class _LogMetricsOverClock:
     """A replacement for Lightning's ``log_metrics`` that uses the DataModule's frame count as the step."""
 
     def __init__(self, trainer: Any) -> None:
@@ -36,7 +36,7 @@ def count_rows_by_clock(trainer: Any) -> None:
 
     A logged metric ``step`` would have the same effect, but Lightning also names checkpoints by it.
     """
-    logger_connector(trainer).log_metrics = _RowsOverClock(trainer)
+    logger_connector(trainer).log_metrics = _LogMetricsOverClock(trainer)
 
 
 def count_rows_by_lightning(trainer: Any) -> None:

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_BY_VALUE: ContextVar[frozenset[int]] = ContextVar("parts that are being pickled by value", default=frozenset())
+_PICKLED_BY_VALUE: ContextVar[frozenset[int]] = ContextVar("parts that are being pickled by value", default=frozenset())
 
 
 class PickleByValueMixin:
@@ -31,10 +31,10 @@ class PickleByValueMixin:
         return {name: value for name, value in vars(self).items() if callable(value) and not name.startswith("_")}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        parts = _BY_VALUE.get()
-        if id(self) in parts or all(map(_is_picklable, self._user_values().values())):
+        part_ids = _PICKLED_BY_VALUE.get()
+        if id(self) in part_ids or all(map(_is_picklable, self._user_values().values())):
             return super().__reduce_ex__(protocol)
-        token = _BY_VALUE.set(parts | {id(self)})
+        token = _PICKLED_BY_VALUE.set(part_ids | {id(self)})
         try:
             for name, value in self._user_values().items():
                 try:
@@ -47,11 +47,11 @@ class PickleByValueMixin:
                     ) from error
             return cloudpickle.loads, (cloudpickle.dumps(self),)
         finally:
-            _BY_VALUE.reset(token)
+            _PICKLED_BY_VALUE.reset(token)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        make, arguments, state, *_ = cast(Any, super().__reduce_ex__(4))  # functions are not copied
-        copied: Self = make(*arguments)
+        factory, arguments, state, *_ = cast(Any, super().__reduce_ex__(4))  # functions are not copied
+        copied: Self = factory(*arguments)
         memo[id(self)] = copied
         state = copy.deepcopy(state, memo)
         if isinstance(copied, torch.nn.Module):
@@ -76,8 +76,8 @@ class SignatureDescriptor:
     """
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:
-        shown = inspect.signature(owner.__init__)  # type: ignore[misc]
-        return shown.replace(parameters=list(shown.parameters.values())[1:])
+        signature = inspect.signature(owner.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def is_spawning() -> bool:
@@ -91,7 +91,7 @@ def _restore_generator(device: str, state: Any) -> torch.Generator:
 
 # Send the state as a NumPy array: the shared file of a temporary tensor is deleted before the new process opens it.
 ForkingPickler.register(
-    torch.Generator, lambda each: (_restore_generator, (str(each.device), each.get_state().numpy()))
+    torch.Generator, lambda generator: (_restore_generator, (str(generator.device), generator.get_state().numpy()))
 )
 
 
@@ -147,10 +147,10 @@ def integers_below(high: int, count: int, generator: torch.Generator | None) -> 
 
 def uniform(count: int, generator: torch.Generator, dtype: Any = np.float64) -> NDArray[Any]:
     """Draw the same numbers as ``torch.rand(count)`` on the generator's device."""
-    shares: NDArray[Any] = np.empty(count, dtype)
-    tensor = torch.from_numpy(shares)
+    values: NDArray[Any] = np.empty(count, dtype)
+    tensor = torch.from_numpy(values)
     try:
         tensor.uniform_(generator=generator)
     except RuntimeError:  # as above
         tensor.copy_(torch.rand(count, dtype=tensor.dtype, generator=generator, device=generator.device))
-    return shares
+    return values

@@ -20,11 +20,11 @@ def set_unregistered(module: nn.Module, **parts: Any) -> None:
     module.__dict__.update(parts)
 
 
-def owner_of(thing: object, name: str) -> type | None:
+def owner_of(instance: object, name: str) -> type | None:
     """Return the class that defines a method of an object; return None for a missing or instance attribute."""
-    if name in vars(thing):
+    if name in vars(instance):
         return None
-    return next((kind for kind in type(thing).__mro__ if name in vars(kind)), None)
+    return next((cls for cls in type(instance).__mro__ if name in vars(cls)), None)
 
 
 class EvaluationMode:
@@ -35,8 +35,10 @@ class EvaluationMode:
     """
 
     def __init__(self, *modules: object) -> None:
-        owned = [part for module in modules if isinstance(module, nn.Module) for part in module.modules()]
-        borrowed = [part for owner in owned for module in getattr(owner, "borrowed", ()) for part in module.modules()]
+        owned = [submodule for module in modules if isinstance(module, nn.Module) for submodule in module.modules()]
+        borrowed = [
+            submodule for owner in owned for module in getattr(owner, "borrowed", ()) for submodule in module.modules()
+        ]
         self._modules = owned + borrowed
         self._switched: list[list[nn.Module]] = []
 

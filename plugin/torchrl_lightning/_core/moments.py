@@ -30,7 +30,8 @@ class Moments:
         spread: The summed squared deviations, ``[*F]``.
 
     Examples:
-        >>> both = Moments.of(torch.tensor([[1.0], [3.0]])).merged(Moments.of(torch.tensor([[8.0]])))
+        >>> one, other = Moments.of(torch.tensor([[1.0], [3.0]])), Moments.of(torch.tensor([[8.0]]))
+        >>> both = one.merged(other)
         >>> both.count, both.mean.item(), both.variance.item()
         (3, 4.0, 8.666666666666666)
     """
@@ -47,10 +48,10 @@ class Moments:
     @classmethod
     def of(cls, samples: Tensor) -> Moments:
         """Return the moments of samples ``[B, *F]``, on the CPU; a constant has an exact mean and no spread."""
-        wide = samples.detach().to("cpu", torch.float64)
-        mean = wide.mean(0)
-        mean += (wide - mean).mean(0)  # correct the rounding of the sum
-        return cls(len(wide), mean, (wide - mean).square_().sum(0))
+        values = samples.detach().to("cpu", torch.float64)
+        mean = values.mean(0)
+        mean += (values - mean).mean(0)  # correct the rounding of the sum
+        return cls(len(values), mean, (values - mean).square_().sum(0))
 
     @property
     def variance(self) -> Tensor:

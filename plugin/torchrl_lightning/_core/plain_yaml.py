@@ -15,8 +15,8 @@ from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.file_limits import YAML_BYTES, YAML_DEPTH, YAML_INTERPOLATION, YAML_REFERENCES, YAML_VALUES
 from torchrl_lightning._core.untrusted import printable, read_regular
 
-_PLAIN = "tag:yaml.org,2002:"
-_TAGS = {None, "!", *(f"{_PLAIN}{kind}" for kind in ("bool", "float", "int", "map", "null", "seq", "str"))}
+_TAG_PREFIX = "tag:yaml.org,2002:"
+_TAGS = {None, "!", *(f"{_TAG_PREFIX}{kind}" for kind in ("bool", "float", "int", "map", "null", "seq", "str"))}
 _Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -30,14 +30,14 @@ def read_config(path: str | Path) -> DictConfig:
     data = read_regular(path, YAML_BYTES)
     try:
         text = data.decode()
-        _check(text)
-        found = OmegaConf.load(io.StringIO(text))
-        if not isinstance(found, DictConfig):
-            raise ValueError(f"it is a {type(found).__name__}")
+        _check_limits(text)
+        config = OmegaConf.load(io.StringIO(text))
+        if not isinstance(config, DictConfig):
+            raise ValueError(f"it is a {type(config).__name__}")
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, OSError, RecursionError) as error:
         reason = printable(" ".join(str(error).split()))
         raise UserError(f"{printable(path)} must be a YAML mapping of plain values: {reason}") from error
-    return found
+    return config
 
 
 def check_file(path: str | Path) -> None:
@@ -49,7 +49,7 @@ def check_file(path: str | Path) -> None:
     """
     data = read_regular(path, YAML_BYTES)
     try:
-        _check(data.decode())
+        _check_limits(data.decode())
     except (yaml.YAMLError, UnicodeDecodeError):
         return
     except ValueError as error:
@@ -64,8 +64,8 @@ def raw_value(config: Any, key: str) -> Any:
     """
     for _ in range(YAML_REFERENCES):
         value: Any = OmegaConf.to_container(config, resolve=False) if OmegaConf.is_config(config) else config
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
         is_reference = isinstance(value, str) and value.startswith("${") and value.endswith("}")
         if not is_reference or not value[2:-1].replace(".", "").replace("_", "").isalnum():
             return value
@@ -73,34 +73,38 @@ def raw_value(config: Any, key: str) -> Any:
     return None
 
 
-def _check(text: str) -> None:
+def _check_limits(text: str) -> None:
     """Validate size, depth, aliases and tags of a YAML text; raise ValueError if they exceed a limit."""
     sizes: dict[str, int] = {}  # values below each anchor
-    opened: list[tuple[str | None, int]] = []  # anchor of each open collection, and number of values before it
+    open_collections: list[
+        tuple[str | None, int]
+    ] = []  # anchor of each open collection, and number of values before it
     count = 0
     for event in yaml.parse(text, Loader=_Parser):
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in sizes:
-                raise ValueError(f"the alias *{event.anchor} stands for what contains it, or for nothing")
+                raise ValueError(f"the alias *{event.anchor} refers to a node that contains it, or to a missing anchor")
             count += sizes[event.anchor]
         elif isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent):
             if not count and not isinstance(event, yaml.MappingStartEvent):
-                raise ValueError("it begins with a list or a text")
+                raise ValueError("it begins with a list or a string")
             if event.tag not in _TAGS:
-                raise ValueError(f"the tag {event.tag} is none of plain values")
+                raise ValueError(f"the tag {event.tag} is not a tag of plain values")
             count += 1
             if isinstance(event, yaml.CollectionStartEvent):
-                opened.append((event.anchor, count - 1))
+                open_collections.append((event.anchor, count - 1))
             else:
                 if event.anchor is not None:
                     sizes[event.anchor] = 1
                 if "${" in event.value and len(event.value) > YAML_INTERPOLATION:
                     raise ValueError(f"an interpolation has more than {YAML_INTERPOLATION:,} characters")
         elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = opened.pop()
+            anchor, count_before = open_collections.pop()
             if anchor is not None:
-                sizes[anchor] = count - before
-        if len(opened) > YAML_DEPTH:
+                sizes[anchor] = count - count_before
+        if len(open_collections) > YAML_DEPTH:
             raise ValueError(f"it has more than {YAML_DEPTH} levels")
         if count > YAML_VALUES:
-            raise ValueError(f"it has more than {YAML_VALUES:,} values, with aliases counted as what they stand for")
+            raise ValueError(
+                f"it has more than {YAML_VALUES:,} values, counting each alias as all values of its anchor"
+            )

@@ -16,7 +16,7 @@ from pathlib import Path
 from torchrl_lightning._core.errors import UserError
 
 SHARED_MEMORY = "/dev/shm"
-_PAUSE = 1.0  # seconds between checks of the parent
+_POLL_SECONDS = 1.0  # seconds between checks of the parent
 _REAPING = 10.0  # seconds for the system to report a killed process
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
@@ -26,10 +26,10 @@ def is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def after_fork(renew: Callable[[], object]) -> None:
+def after_fork(function: Callable[[], object]) -> None:
     """Register a function that every process forked from this one calls; do nothing on Windows."""
     if sys.platform != "win32":
-        os.register_at_fork(after_in_child=renew)
+        os.register_at_fork(after_in_child=function)
 
 
 def end_with_parent(parent: int, by_signal: bool) -> None:
@@ -44,24 +44,24 @@ def end_with_parent(parent: int, by_signal: bool) -> None:
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # the parent has already ended
         os._exit(1)
-    threading.Thread(target=_watch, args=(parent,), name="parent-watch", daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(parent,), name="parent-watch", daemon=True).start()
 
 
-def _watch(parent: int) -> None:
+def _watch_parent(parent: int) -> None:
     while os.getppid() == parent:
-        time.sleep(_PAUSE)
+        time.sleep(_POLL_SECONDS)
     os._exit(1)
 
 
-def end_processes(processes: Sequence[BaseProcess], patience: float) -> None:
-    """Wait ``patience`` seconds for processes to end, then terminate and finally kill the remaining ones."""
+def end_processes(processes: Sequence[BaseProcess], timeout: float) -> None:
+    """Wait ``timeout`` seconds for processes to end, then terminate and finally kill the remaining ones."""
     processes = [process for process in processes if process.pid is not None]  # started ones only
-    for end in (None, "terminate", "kill"):
+    for method in (None, "terminate", "kill"):
         for process in processes:
-            if end is not None and process.is_alive():
-                getattr(process, end)()
+            if method is not None and process.is_alive():
+                getattr(process, method)()
         # A killed process ends for certain, but a busy machine may need more time to report it.
-        deadline = time.monotonic() + (max(patience, _REAPING) if end == "kill" else patience)
+        deadline = time.monotonic() + (max(timeout, _REAPING) if method == "kill" else timeout)
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
 
@@ -75,27 +75,27 @@ def exit_description(process: BaseProcess) -> str:
     )
 
 
-def check_descriptors(count: int, each: int) -> None:
+def check_descriptors(count: int, per_process: int) -> None:
     """Validate that this process may open enough files to start other processes.
 
     Args:
         count: The number of processes.
-        each: The least number of descriptors that this process keeps open for each.
+        per_process: The least number of descriptors that this process keeps open for each.
 
     Raises:
-        Fault: The limit of open files is too low; a user may raise it.
+        UserError: The limit of open files is too low; a user may raise it.
     """
     if sys.platform == "win32":
         return
     import resource
 
-    folder = Path("/proc/self/fd")
-    known = len(list(folder.iterdir())) if folder.exists() else 0
-    allowed, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], known + count * each
-    if allowed != resource.RLIM_INFINITY and needed > allowed:
+    descriptors = Path("/proc/self/fd")
+    open_files = len(list(descriptors.iterdir())) if descriptors.exists() else 0
+    limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], open_files + count * per_process
+    if limit != resource.RLIM_INFINITY and needed > limit:
         raise UserError(
-            f"{count} processes need some {needed} open files, but this one may have {allowed}; allow more before the "
-            f"run (ulimit -n {2 * needed}), or take fewer environments or workers in processes."
+            f"{count} processes need about {needed} open files, but the limit is {limit}. Raise it before the run "
+            f"(ulimit -n {2 * needed}), or use fewer environments or workers in processes."
         )
 
 
@@ -104,21 +104,22 @@ def resource_error(error: BaseException) -> str | None:
 
     Examples:
         >>> print(resource_error(BlockingIOError(errno.EAGAIN, "no fork")))
-        the system starts no more processes for this user (no fork); take fewer, or raise the limit (ulimit -u).
+        the system cannot start more processes for this user (no fork); use fewer, or raise the limit (ulimit -u).
     """
     if not isinstance(error, OSError | RuntimeError) or isinstance(error, UserError):
         return None
     system = error if isinstance(error, OSError) else OSError()
     if str(system.filename).startswith(SHARED_MEMORY) or "shared memory(shm)" in str(error):
         return (
-            f"{SHARED_MEMORY}, which holds the memory that processes share, is full or cannot be written ({error}); "
-            f"enlarge it (mount -o remount,size=2g {SHARED_MEMORY}; docker run --shm-size=2g), or do without processes."
+            f"{SHARED_MEMORY}, the shared memory of processes, is full or cannot be written ({error}); enlarge it "
+            f"(mount -o remount,size=2g {SHARED_MEMORY}; docker run --shm-size=2g), or use no processes."
         )
-    number, said = system.errno, system.strerror
-    if number in (errno.EMFILE, errno.ENFILE):
-        return f"no more files can be opened ({said}); allow more before the run (ulimit -n), or take fewer processes."
-    if number == errno.EAGAIN:
+    code, reason = system.errno, system.strerror
+    if code in (errno.EMFILE, errno.ENFILE):
         return (
-            f"the system starts no more processes for this user ({said}); take fewer, or raise the limit (ulimit -u)."
+            f"no more files can be opened ({reason}); raise the limit before the run (ulimit -n), or use fewer workers."
         )
+    if code == errno.EAGAIN:
+        remedy = "use fewer, or raise the limit (ulimit -u)"
+        return f"the system cannot start more processes for this user ({reason}); {remedy}."
     return None

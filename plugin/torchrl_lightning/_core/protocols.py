@@ -25,7 +25,7 @@ def no_keys(batch: TensorDictBase) -> Sequence[NestedKey]:
     return ()
 
 
-def nothing(*_: Any) -> None:
+def do_nothing(*_: Any) -> None:
     """Do nothing."""
 
 
@@ -36,9 +36,9 @@ class _View:
     @classmethod
     def of(cls, part: Any) -> Self:
         """Read the members of an object; None has only defaults."""
-        return cls(part, **{each.name: getattr(part, each.name, each.default) for each in fields(cls)[1:]})
+        return cls(part, **{member.name: getattr(part, member.name, member.default) for member in fields(cls)[1:]})
 
-    def _now(self, name: str, default: T) -> T:
+    def _current(self, name: str, default: T) -> T:
         value: T = getattr(self.part, name, default)
         return value
 
@@ -83,12 +83,12 @@ class LearnerApi(_View):
     @property
     def is_built(self) -> bool | None:
         """Whether the networks exist; None if ``configure_model`` is not known to build them."""
-        return None if self.build is None else self._now("is_built", None)
+        return None if self.build is None else self._current("is_built", None)
 
     @property
     def policy(self) -> Any:
         """The TensorDict module that writes the action; None without one."""
-        return self._now("policy", None)
+        return self._current("policy", None)
 
     @property
     def can_imagine(self) -> bool:
@@ -98,22 +98,22 @@ class LearnerApi(_View):
     @property
     def critic(self) -> Any:
         """The critic; None without one."""
-        return self._now("critic", None)
+        return self._current("critic", None)
 
     @property
     def valued_policy(self) -> Any:
         """The policy that also writes the critic's values at little extra cost; None without one."""
-        return self._now("valued_policy", None)
+        return self._current("valued_policy", None)
 
     @property
     def fit_is_over(self) -> bool:
         """Whether the fit of the model ends with this epoch."""
-        return self._now("fit_is_over", False)
+        return self._current("fit_is_over", False)
 
     @property
     def network(self) -> Any:
         """The description of the network from which the learner builds its layers; None without one."""
-        return self._now("network", None)
+        return self._current("network", None)
 
     @property
     def has_memory(self) -> bool:
@@ -213,17 +213,17 @@ class CollectorApi(_View):
     @property
     def env(self) -> Any:
         """The environment that it steps; None if it is not accessible."""
-        return self._now("env", None)
+        return self._current("env", None)
 
     @property
     def specs(self) -> Any:
         """The specs of its environments; None if they are unknown."""
-        return self._now("specs", None)
+        return self._current("specs", None)
 
     @property
     def policy_version(self) -> int | None:
         """The number of times that weights were published; None if it is not counted."""
-        return self._now("policy_version", None)
+        return self._current("policy_version", None)
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ class DataApi(_View):
 
     Attributes:
         part: The DataModule; None without one.
-        serves: The name of the stream that it serves.
+        stream_kind: The name of the stream that it serves.
         suggested_model: A learner to suggest in error messages.
         total_frames: The number of frames after which training stops; -1 for never.
         seed: The seed of the run.
@@ -294,7 +294,7 @@ class DataApi(_View):
     eval_env: Any = None
     film: Callable[[Any, Path], None] | None = None
     imagines: Callable[[Any], bool] | None = None
-    check_state: Callable[[Any], None] = nothing
+    check_state: Callable[[Any], None] = do_nothing
     metrics: Callable[[], Mapping[str, float]] = dict
     episode_metrics: tuple[str, ...] = ()
 
@@ -306,24 +306,24 @@ class DataApi(_View):
     @property
     def frames(self) -> int | None:
         """The number of collected frames; None if they are not counted."""
-        return self._now("frames", None)
+        return self._current("frames", None)
 
     @property
     def clock(self) -> tuple[int, str] | None:
         """The count that loggers use as their step, and its unit; None if nothing is counted."""
-        return self._now("clock", None if self.frames is None else (self.frames, "frames"))
+        return self._current("clock", None if self.frames is None else (self.frames, "frames"))
 
     @property
     def specs(self) -> Any:
         """The specs of one environment; None if they are unknown."""
-        return self._now("specs", None)
+        return self._current("specs", None)
 
     @property
     def build_options(self) -> Mapping[str, Any]:
         """The arguments of a learner's ``build`` in addition to the specs."""
-        return self._now("build_options", {})
+        return self._current("build_options", {})
 
     @property
     def advantages_standardized_by(self) -> str | None:
         """The name of the buffer that standardises advantages over each rollout, or None."""
-        return self._now("advantages_standardized_by", None)
+        return self._current("advantages_standardized_by", None)

@@ -46,7 +46,7 @@ def state_of_rank(states: list[dict[str, Any]], rank: int, world_size: int) -> d
     """Return the state of ``rank``; raise ValueError if the saved run had another number of ranks."""
     if len(states) != world_size:
         raise ValueError(
-            f"the checkpoint holds the experience state of {len(states)} rank(s), but this run has {world_size}. "
-            f"Resume with {len(states)} device(s), or load the weights alone."
+            f"the checkpoint has the experience state of {len(states)} rank(s), but this run has {world_size}. "
+            f"Resume with {len(states)} device(s), or load only the weights."
         )
     return states[rank]

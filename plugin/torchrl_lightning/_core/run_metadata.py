@@ -51,19 +51,19 @@ def evaluation_score(checkpoint: Path, config: Mapping[str, Any]) -> float | Non
     Return None if the run has not ended, has no CSV log, or evaluated another checkpoint.
     """
     folder = checkpoint.resolve().parent
-    evaluated = config.get("eval_checkpoint", "best")
-    if evaluated == "best" and not (folder / "best.ckpt").is_file():
-        evaluated = "last"
+    evaluated_name = config.get("eval_checkpoint", "best")
+    if evaluated_name == "best" and not (folder / "best.ckpt").is_file():
+        evaluated_name = "last"
     metrics = folder.parent / METRICS
-    if folder.name != "checkpoints" or checkpoint.stem != evaluated or not metrics.is_file():
+    if folder.name != "checkpoints" or checkpoint.stem != evaluated_name or not metrics.is_file():
         return None
-    found, columns = "", None
+    score, column_index = "", None
     for _, row in read_rows(metrics):
-        if columns is None:
-            columns = {name: number for number, name in enumerate(row)}
-        elif columns.get(SCORE, len(row)) < len(row):
-            found = row[columns[SCORE]] or found
+        if column_index is None:
+            column_index = {name: number for number, name in enumerate(row)}
+        elif column_index.get(SCORE, len(row)) < len(row):
+            score = row[column_index[SCORE]] or score
     try:
-        return float(found) if found else None
+        return float(score) if score else None
     except ValueError as error:
-        raise UserError(f"{printable(metrics)}: {SCORE} must be a number, got {printable(found)!r}.") from error
+        raise UserError(f"{printable(metrics)}: {SCORE} must be a number, got {printable(score)!r}.") from error

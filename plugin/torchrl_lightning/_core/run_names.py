@@ -13,11 +13,11 @@ from torchrl_lightning._hydra.compat import register_resolver
 
 # Settings that end a run: a resumed run has a later end than the original run.
 ENDS = {"data.total_frames", "trainer.max_epochs", "trainer.max_steps", "trainer.max_time"}
-_LONGEST = 120  # characters of a folder's name
+_MAX_LENGTH = 120  # characters of a folder's name
 # Groups that form the name of a run without an experiment.
-_PARTS = ("model", "env", "data")
+_NAME_GROUPS = ("model", "env", "data")
 # Choices that do not affect learning, so that they do not distinguish runs.
-_ASIDE = {
+_IGNORED_GROUPS = {
     *("seed", "experiment", "ckpt_path", "trusted", "task_name", "eval_episodes", "eval_checkpoint"),
     *("hparams_search", "hydra", "logger", "paths"),
 }
@@ -32,7 +32,7 @@ def base_name(choices: Mapping[str, str | None]) -> str:
         >>> base_name({"model": "dqn", "env": "cartpole", "data": "uniform"})
         'dqn_cartpole_uniform'
     """
-    parts = [choices.get("experiment")] if _experiment(choices) else [choices.get(group) for group in _PARTS]
+    parts = [choices.get("experiment")] if _has_experiment(choices) else [choices.get(group) for group in _NAME_GROUPS]
     return "_".join(part for part in parts if part)
 
 
@@ -45,13 +45,13 @@ def changed_settings(overrides: Iterable[str], choices: Mapping[str, str | None]
         >>> changed_settings(["~experiment", "env=acrobot", "logger=none"], {"env": "acrobot"})
         {}
     """
-    named = set() if _experiment(choices) else set(_PARTS)
-    found: dict[str, str] = {}
+    base_groups = set() if _has_experiment(choices) else set(_NAME_GROUPS)
+    changed: dict[str, str] = {}
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
-        if re.split("[./@]", key)[0] not in _ASIDE and key not in named:
-            found[key] = override.lstrip("+")
-    return in_order(found)
+        if re.split("[./@]", key)[0] not in _IGNORED_GROUPS and key not in base_groups:
+            changed[key] = override.lstrip("+")
+    return in_order(changed)
 
 
 def in_order(settings: Mapping[str, str]) -> dict[str, str]:
@@ -70,9 +70,9 @@ def folder_name(choices: Mapping[str, str | None], overrides: Iterable[str]) -> 
     """
     settings = changed_settings(overrides, choices)
     parts = [base_name(choices), *(settings[key] for key in settings if key not in ENDS)]
-    words = (re.sub(r"[^a-zA-Z0-9.-]+", "_", part).strip("_.") for part in parts)
-    name = "-".join(word for word in words if word) or "run"
-    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 9].rstrip('-_.')}-{_hash(parts)}"
+    slugs = (re.sub(r"[^a-zA-Z0-9.-]+", "_", part).strip("_.") for part in parts)
+    name = "-".join(slug for slug in slugs if slug) or "run"
+    return name if len(name) <= _MAX_LENGTH else f"{name[: _MAX_LENGTH - 9].rstrip('-_.')}-{_hash(parts)}"
 
 
 def job_name(choices: Mapping[str, str | None], overrides: Iterable[str]) -> str:
@@ -94,8 +94,8 @@ def told(overrides: Iterable[str]) -> list[str]:
         >>> told(["seed=3", "ckpt_path=auto", "env=acrobot", "seed=4"])
         ['env=acrobot', 'seed=4']
     """
-    last = {override.lstrip("+~").partition("=")[0]: override for override in overrides}
-    return sorted(override for key, override in last.items() if key not in ("ckpt_path", "trusted"))
+    last_override = {override.lstrip("+~").partition("=")[0]: override for override in overrides}
+    return sorted(override for key, override in last_override.items() if key not in ("ckpt_path", "trusted"))
 
 
 def run_folder(path: Path) -> Path | None:
@@ -124,5 +124,5 @@ def register_run_name() -> None:
     register_resolver("run_name", run_name)
 
 
-def _experiment(choices: Mapping[str, str | None]) -> bool:
+def _has_experiment(choices: Mapping[str, str | None]) -> bool:
     return choices.get("experiment") not in (None, "", "null")

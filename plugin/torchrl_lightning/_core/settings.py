@@ -45,7 +45,7 @@ Share = Annotated[float, positive_fraction]
 Count = Annotated[int, integer]
 Switch = Annotated[bool, boolean]
 
-_NOTHING: Any = inspect.Parameter.empty
+_REQUIRED: Any = inspect.Parameter.empty
 
 
 def choices(*options: Any) -> Check:
@@ -69,27 +69,27 @@ class Setting:
         init: False for a computed attribute that is not an argument.
         attribute: The attribute that stores it; empty if the constructor of the other bases takes it.
         annotation: The type as written in the class.
-        kind: The evaluated type; ``Any`` if its names are imported only for type checkers.
+        value_type: The evaluated type; ``Any`` if its names are imported only for type checkers.
         check: Function of the value and the name of the setting that validates and returns the value to store.
     """
 
-    default: Any = _NOTHING
+    default: Any = _REQUIRED
     kw_only: bool = True
     name: str = ""
     init: bool = True
     attribute: str = ""
     annotation: Any = None
-    kind: Any = Any
+    value_type: Any = Any
     check: Check | None = None
 
     @property
     def parameter(self) -> inspect.Parameter:
         """The constructor parameter."""
-        form = inspect.Parameter.KEYWORD_ONLY if self.kw_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
-        return inspect.Parameter(self.name, form, default=self.default, annotation=self.annotation)
+        kind = inspect.Parameter.KEYWORD_ONLY if self.kw_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return inspect.Parameter(self.name, kind, default=self.default, annotation=self.annotation)
 
 
-def setting(*, default: Any = _NOTHING, kw_only: bool = True, alias: str = "") -> Any:
+def setting(*, default: Any = _REQUIRED, kw_only: bool = True, alias: str = "") -> Any:
     """Declare a setting that needs more than an annotation and a default.
 
     Args:
@@ -137,17 +137,17 @@ class Settings:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        owner = next(each for each in cls.__mro__ if "__init__" in vars(each))
-        if issubclass(owner, Settings) and "settings_of_class" not in vars(owner):
+        constructor_owner = next(base for base in cls.__mro__ if "__init__" in vars(base))
+        if issubclass(constructor_owner, Settings) and "settings_of_class" not in vars(constructor_owner):
             return  # the subclass has its own constructor
-        own, made = _own_settings(cls)
+        declared, computed_names = _declared_settings(cls)
         inherited: dict[str, Setting] = {}
         for base in cls.__bases__:
-            for name, each in getattr(base, "settings_of_class", {}).items():
-                if name not in own and each.attribute not in made:
-                    inherited.setdefault(name, each)
-        by_place = {name: each for name, each in inherited.items() if not each.kw_only}
-        cls.settings_of_class = {**by_place, **own, **inherited}
+            for name, setting in getattr(base, "settings_of_class", {}).items():
+                if name not in declared and setting.attribute not in computed_names:
+                    inherited.setdefault(name, setting)
+        positional = {name: setting for name, setting in inherited.items() if not setting.kw_only}
+        cls.settings_of_class = {**positional, **declared, **inherited}
         cls.__init__ = _constructor(cls)  # type: ignore[method-assign]
 
     def _init_bases(self, **arguments: Any) -> None:
@@ -180,40 +180,45 @@ class Settings:
         check_defaults(f"without {needs}", f"give {needs}", **{name: (value, setting.default)})
 
 
-def _own_settings(cls: type[Settings]) -> tuple[dict[str, Setting], set[str]]:
+def _declared_settings(cls: type[Settings]) -> tuple[dict[str, Setting], set[str]]:
     """Return the settings that a class declares, and the names of its computed attributes.
 
     All are deleted from the class, because they would hide attributes of a base. Plain settings, such as numbers,
     switches and names, are also validated on later assignments.
     """
-    found: dict[str, Setting] = {}
-    made = set[str]()
+    declared: dict[str, Setting] = {}
+    computed_names = set[str]()
     for name, annotation in inspect.get_annotations(cls).items():
-        value = vars(cls).get(name, _NOTHING)
+        value = vars(cls).get(name, _REQUIRED)
         is_private = name.startswith("_") and not isinstance(value, Setting)
-        if value is _NOTHING or is_private or str(annotation).startswith("ClassVar"):
+        if value is _REQUIRED or is_private or str(annotation).startswith("ClassVar"):
             continue
-        written = value if isinstance(value, Setting) else Setting(value)
+        setting = value if isinstance(value, Setting) else Setting(value)
         delattr(cls, name)
-        if written.init:
-            called, stored = written.name or name, not str(annotation).startswith("InitVar[")
-            annotation = annotation if stored else annotation[len("InitVar[") : -1]
-            kind = _resolve_annotation(annotation, cls)
-            own = {"name": called, "attribute": name if stored else "", "annotation": annotation, "kind": kind}
-            found[called] = replace(written, **own, check=(check := _check_of(kind)))
-            if stored and check is not None and _is_plain(kind) and _is_free(cls, name):
-                cls.check_later(name, check, called)
+        if setting.init:
+            argument, is_stored = setting.name or name, not str(annotation).startswith("InitVar[")
+            annotation = annotation if is_stored else annotation[len("InitVar[") : -1]
+            value_type = _resolve_annotation(annotation, cls)
+            fields = {
+                "name": argument,
+                "attribute": name if is_stored else "",
+                "annotation": annotation,
+                "value_type": value_type,
+            }
+            declared[argument] = replace(setting, **fields, check=(check := _check_in(value_type)))
+            if is_stored and check is not None and _is_plain(value_type) and _is_free(cls, name):
+                cls.check_later(name, check, argument)
         else:
-            made.add(name)
+            computed_names.add(name)
             cls.check_later(name, None, name)
-    return found, made
+    return declared, computed_names
 
 
 def _constructor(cls: type) -> Callable[..., None]:
     settings: Mapping[str, Setting] = vars(cls)["settings_of_class"]
-    ordered = sorted(settings.values(), key=lambda each: each.kw_only)
-    myself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    signature = inspect.Signature([myself, *(each.parameter for each in ordered)])
+    ordered = sorted(settings.values(), key=lambda setting: setting.kw_only)
+    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = inspect.Signature([self_parameter, *(setting.parameter for setting in ordered)])
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
@@ -222,15 +227,15 @@ def _constructor(cls: type) -> Callable[..., None]:
             unknown = [name for name in kwargs if name not in settings]
             if not unknown:
                 raise TypeError(f"{cls.__name__}: {error}; its settings are {', '.join(settings)}") from None
-            meant = did_you_mean(unknown[0], settings)
-            raise TypeError(f"{cls.__name__} has no setting {unknown[0]!r}{meant}") from None
+            suggestion = did_you_mean(unknown[0], settings)
+            raise TypeError(f"{cls.__name__} has no setting {unknown[0]!r}{suggestion}") from None
         bound.apply_defaults()
         values, base_arguments = {}, {}
-        for name, each in settings.items():
+        for name, setting in settings.items():
             value = bound.arguments[name]
-            value = value if each.check is None else each.check(value, name)
-            if each.attribute:
-                values[each.attribute] = value
+            value = value if setting.check is None else setting.check(value, name)
+            if setting.attribute:
+                values[setting.attribute] = value
             else:
                 base_arguments[name] = value
         self._init_bases(**base_arguments)
@@ -240,7 +245,7 @@ def _constructor(cls: type) -> Callable[..., None]:
 
     __init__.__doc__ = "Take the settings."
     __init__.__qualname__, __init__.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
-    __init__.__annotations__ = {name: _accepted_type(each) for name, each in settings.items()} | {"return": None}
+    __init__.__annotations__ = {name: _accepted_type(setting) for name, setting in settings.items()} | {"return": None}
     vars(__init__)["__signature__"] = signature
     return __init__
 
@@ -254,45 +259,47 @@ def _resolve_annotation(annotation: Any, cls: type) -> Any:
         return Any
 
 
-def _check_of(kind: Any) -> Check | None:
-    if typing.get_origin(kind) is Annotated:
-        return typing.cast(Check, kind.__metadata__[0])
-    members = typing.get_args(kind) if _is_union(kind) else ()
-    checks = [check for check in map(_check_of, members) if check is not None]
+def _check_in(annotation: Any) -> Check | None:
+    if typing.get_origin(annotation) is Annotated:
+        return typing.cast(Check, annotation.__metadata__[0])
+    members = typing.get_args(annotation) if _is_union(annotation) else ()
+    checks = [check for check in map(_check_in, members) if check is not None]
     if len(checks) != 1:
         return None
     return optional(checks[0]) if type(None) in members else checks[0]
 
 
-def _accepted_type(each: Setting) -> Any:
+def _accepted_type(setting: Setting) -> Any:
     """Return the type of the values that a setting accepts, with None if that is its default."""
-    kind = _plain(each.kind)
-    return kind | None if each.default is None else kind
+    plain_type = _without_checks(setting.value_type)
+    return plain_type | None if setting.default is None else plain_type
 
 
 _PLAIN_ORIGINS = (Literal, tuple, list, dict, Sequence, Mapping)
 
 
-def _is_plain(kind: Any) -> bool:
+def _is_plain(annotation: Any) -> bool:
     """Return whether a setting is a number, switch, name, key, list, dict or None: ``nn.Module`` stores it as it is."""
-    plain = _plain(kind)
-    members = typing.get_args(plain) if _is_union(plain) else (plain,)
-    simple = int, float, bool, str, NestedKey, type(None)
-    return all(member in simple or typing.get_origin(member) in _PLAIN_ORIGINS for member in members)
+    plain_type = _without_checks(annotation)
+    members = typing.get_args(plain_type) if _is_union(plain_type) else (plain_type,)
+    simple_types = int, float, bool, str, NestedKey, type(None)
+    return all(member in simple_types or typing.get_origin(member) in _PLAIN_ORIGINS for member in members)
 
 
 def _is_free(cls: type, name: str) -> bool:
     """Return whether no base has an attribute of this name, such as a property, other than a :class:`Checked`."""
-    found = inspect.getattr_static(cls, name, None)
-    return found is None or isinstance(found, Checked)
+    existing = inspect.getattr_static(cls, name, None)
+    return existing is None or isinstance(existing, Checked)
 
 
-def _plain(kind: Any) -> Any:
+def _without_checks(annotation: Any) -> Any:
     """Return a type without the checks in it."""
-    if typing.get_origin(kind) is Annotated:
-        return kind.__origin__
-    return functools.reduce(operator.or_, map(_plain, typing.get_args(kind))) if _is_union(kind) else kind
+    if typing.get_origin(annotation) is Annotated:
+        return annotation.__origin__
+    if _is_union(annotation):
+        return functools.reduce(operator.or_, map(_without_checks, typing.get_args(annotation)))
+    return annotation
 
 
-def _is_union(kind: Any) -> bool:
-    return typing.get_origin(kind) in (typing.Union, types.UnionType)
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)

@@ -34,22 +34,22 @@ def requeued_on_signal() -> Iterator[None]:
     SLURM sends SIGUSR1 before a job's time limit. Lightning's own handler saves in the middle of any operation and
     continues. SIGTERM ends the current batch and saves the state before the job is requeued.
     """
-    asked = False
+    is_requested = False
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal is_requested
+        is_requested = True
         signal.raise_signal(signal.SIGTERM)
 
     if job_id() is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGUSR1, ask)
+    previous_handler = signal.signal(signal.SIGUSR1, handle)
     try:
         yield
     finally:
-        signal.signal(signal.SIGUSR1, before)
-        if asked:
+        signal.signal(signal.SIGUSR1, previous_handler)
+        if is_requested:
             _requeue()
 
 

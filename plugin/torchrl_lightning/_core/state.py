@@ -11,16 +11,15 @@ A part derives from :class:`Stateful` and lists the entries of its state in ``ST
 A check takes ``(value, name)``. It returns the value to store, or raises ``state_error(value, name, "the expected
 value")``. If the check depends on the part, pass a function of the part that returns the check::
 
-    Attribute(whole(1))
-    Attribute(of=lambda ring: whole(0, ring.capacity - 1))
+    Attribute(bounded_integer(1))
+    Attribute(of=lambda ring: bounded_integer(0, ring.capacity - 1))
     Attribute(of=lambda buffer: buffer._read_episodes)
 
 An attribute may be nested, as ``"table.alpha"``, or a property that converts from and to the saved value.
 
-Hooks: ``_validate_consistency(values)`` raises ValueError if entries conflict; ``_loaded()`` updates derived
-    attributes.
-Override :meth:`~Stateful.read_state` or :meth:`~Stateful.apply_state` around ``super()`` to take a lock or to handle a
-value that no entry can describe.
+Hooks: ``_validate_consistency(values)`` raises ValueError if entries conflict, and ``_loaded()`` updates derived
+attributes. Override :meth:`~Stateful.read_state` or :meth:`~Stateful.apply_state` and call ``super()`` to take a
+lock, or to handle a value that no entry can describe.
 """
 
 from __future__ import annotations
@@ -57,30 +56,32 @@ def check_state(
     values together. The ValueError names the entry, the received and the expected value.
     """
     if not isinstance(state, Mapping):
-        raise ValueError(f"The {owner} state is foreign: it is {describe_value(state)}, expected a dict.")
-    if version is not None and (type(found := state.get("schema_version")) is not int or found != version):
+        raise ValueError(f"The {owner} state must be a dict, got {describe_value(state)}.")
+    saved_version = state.get("schema_version")
+    if version is not None and (type(saved_version) is not int or saved_version != version):
         raise ValueError(
-            f"The {owner} state has schema version {describe_value(found)}, this release reads version {version}."
+            f"The {owner} state has schema version {describe_value(saved_version)}, "
+            f"this release reads version {version}."
         )
     if missing := sorted(set(schema) - set(state)):
-        found = sorted(map(str, state))
-        raise ValueError(f"The {owner} state is foreign: it lacks {', '.join(missing)}; it has {found}.")
+        names = sorted(map(str, state))
+        raise ValueError(f"The {owner} state is foreign: it lacks {', '.join(missing)}; it has {names}.")
     try:
         values = {name: check(state[name], repr(name)) for name, check in schema.items()}
         if together is not None:
             together(values)
-    except _WrongError as error:
+    except _InvalidEntryError as error:
         raise ValueError(f"The {owner} state is foreign: {error}.") from None
     return values
 
 
-class _WrongError(ValueError):
+class _InvalidEntryError(ValueError):
     """An entry is invalid; the message does not yet name the owner."""
 
 
 def state_error(value: Any, name: str, expected: str) -> ValueError:
     """Return the error of a check, with the received and the expected value."""
-    return _WrongError(f"{name} is {describe_value(value)}, expected {expected}")
+    return _InvalidEntryError(f"{name} is {describe_value(value)}, expected {expected}")
 
 
 def describe_value(value: Any) -> str:
@@ -93,11 +94,11 @@ def describe_value(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def expect(fits: Callable[[Any], Any], expected: str) -> Check:
-    """Return a check that ``fits(value)`` is true; ``expected`` describes the expected value in errors."""
+def expect(predicate: Callable[[Any], Any], expected: str) -> Check:
+    """Return a check that ``predicate(value)`` is true; ``expected`` describes the expected value in errors."""
 
     def check(value: Any, name: str) -> Any:
-        if not fits(value):
+        if not predicate(value):
             raise state_error(value, name, expected)
         return value
 
@@ -118,16 +119,16 @@ mapping = expect(
 
 def bounded_integer(low: int = 0, high: int = LARGEST) -> Check:
     """Expect an integer in ``[low, high]``."""
-    most = f", at most {high}" if high < LARGEST else ""
-    return expect(lambda value: type(value) is int and low <= value <= high, f"an integer of at least {low}{most}")
+    upper = f", at most {high}" if high < LARGEST else ""
+    return expect(lambda value: type(value) is int and low <= value <= high, f"an integer of at least {low}{upper}")
 
 
 def number(low: float = -math.inf, high: float = math.inf) -> Check:
     """Expect a finite number in ``[low, high]``, and return it as a float."""
-    least, most = f" of at least {low}" if low > -math.inf else "", f", at most {high}" if high < math.inf else ""
+    lower, upper = f" of at least {low}" if low > -math.inf else "", f", at most {high}" if high < math.inf else ""
     check = expect(
         lambda value: type(value) in (int, float) and math.isfinite(value) and low <= value <= high,
-        f"a finite number{least}{most}",
+        f"a finite number{lower}{upper}",
     )
     return lambda value, name: float(check(value, name))
 
@@ -142,15 +143,15 @@ def list_of(check: Check) -> Check:
     return lambda value, name: [check(item, f"an item of {name}") for item in sequence(value, name)]
 
 
-def same(own: Any, owner: str, argument: str = "") -> Check:
-    """Expect the owner's build value ``own``; ``argument`` is its constructor argument, by default the entry's name."""
+def same(expected: Any, owner: str, argument: str = "") -> Check:
+    """Expect the build value of the owner; ``argument`` is its constructor argument, by default the entry's name."""
 
     def check(value: Any, name: str) -> Any:
-        if type(value) is not type(own) or value != own:
+        if type(value) is not type(expected) or value != expected:
             name = name.strip("'")
             raise ValueError(
                 f"The state has {name}={describe_value(value)}, this {owner} has "
-                f"{argument or name}={describe_value(own)}; "
+                f"{argument or name}={describe_value(expected)}; "
                 f"build it with {argument or name}={describe_value(value)} or load a matching state."
             )
         return value
@@ -168,26 +169,28 @@ def tensor(
     """Expect a tensor with values in ``[low, high]``, on the CPU unless ``anywhere``; None allows any size."""
 
     def check(value: Any, name: str) -> Tensor:
-        fits = (
+        is_match = (
             isinstance(value, Tensor)
             and value.layout is torch.strided
             and not value.is_meta
             and value.dtype == dtype
             and (anywhere or value.is_cpu)
             and value.ndim == len(shape)
-            and all(size in (None, found) for size, found in zip(shape, value.shape, strict=True))
+            and all(size in (None, tensor_size) for size, tensor_size in zip(shape, value.shape, strict=True))
         )
-        if not fits:
+        if not is_match:
             expected = ", ".join("any" if size is None else str(size) for size in shape)
             raise state_error(value, name, f"a tensor [{expected}] of {str(dtype).removeprefix('torch.')}")
-        found: Tensor = value
-        if found.numel() and not ((low is None or (found >= low).all()) and (high is None or (found <= high).all())):
-            limits = "what the other entries allow" if isinstance(high, Tensor) else f"{low} to {high}"
-            raise _WrongError(
-                f"{name} holds values from {found.min().item()} to {found.max().item()}, "
+        tensor_size: Tensor = value
+        if tensor_size.numel() and not (
+            (low is None or (tensor_size >= low).all()) and (high is None or (tensor_size <= high).all())
+        ):
+            limits = "values that fit the other entries" if isinstance(high, Tensor) else f"{low} to {high}"
+            raise _InvalidEntryError(
+                f"{name} holds values from {tensor_size.min().item()} to {tensor_size.max().item()}, "
                 f"expected {limits.replace('None', 'anything')}"
             )
-        return found
+        return tensor_size
 
     return check
 
@@ -201,7 +204,7 @@ def generator(device: torch.device | str) -> Check:
             torch.Generator(device).set_state(state)
         except (RuntimeError, TypeError, AttributeError) as error:
             reason = str(error).split("\n")[0]
-            raise _WrongError(f"{name} is no state of a random generator on {device} ({reason})") from error
+            raise _InvalidEntryError(f"{name} is not a state of a random generator on {device} ({reason})") from error
         return state
 
     return check
@@ -249,11 +252,11 @@ class Attribute:
             return self.of(part)
         return self.check or same(attrgetter(at)(part), part.OWNER, self.argument)
 
-    def put(self, part: Any, at: str, value: Any) -> None:
+    def store(self, part: Any, at: str, value: Any) -> None:
         """Store the value that the check returned."""
         if not self.is_built:
-            holder, _, name = at.rpartition(".")
-            setattr(attrgetter(holder)(part) if holder else part, name, saved(value, True))
+            owner_path, _, name = at.rpartition(".")
+            setattr(attrgetter(owner_path)(part) if owner_path else part, name, saved(value, True))
 
 
 @dataclass(frozen=True)
@@ -269,10 +272,10 @@ class InPlace(Attribute):
 
     def check_of(self, part: Any, at: str) -> Check:
         """Expect values of the same shape and dtype."""
-        own = torch.as_tensor(attrgetter(at)(part))
-        return tensor(own.dtype, *own.shape, low=self.low, high=self.high)
+        current = torch.as_tensor(attrgetter(at)(part))
+        return tensor(current.dtype, *current.shape, low=self.low, high=self.high)
 
-    def put(self, part: Any, at: str, value: Any) -> None:
+    def store(self, part: Any, at: str, value: Any) -> None:
         """Fill the attribute."""
         attrgetter(at)(part)[...] = value
 
@@ -291,7 +294,7 @@ class Child(Attribute):
         child = attrgetter(at)(part)
         return same(None, part.OWNER) if child is None else lambda value, name: child.read_state(value)
 
-    def put(self, part: Any, at: str, value: Any) -> None:
+    def store(self, part: Any, at: str, value: Any) -> None:
         """Store the validated values in the child."""
         if value is not None:
             attrgetter(at)(part).apply_state(value)
@@ -318,7 +321,7 @@ class Stateful:
         ...     OWNER, VERSION = "deck", 1
         ...     STATE = {
         ...         "size": Attribute(),
-        ...         "drawn": Attribute(of=lambda deck: whole(0, deck.size), at="_drawn"),
+        ...         "drawn": Attribute(of=lambda deck: bounded_integer(0, deck.size), at="_drawn"),
         ...         "generator": GENERATOR,
         ...     }
         ...
@@ -378,7 +381,7 @@ class Stateful:
     def apply_state(self, values: Mapping[str, Any]) -> None:
         """Store the values that :meth:`read_state` returned."""
         for name, entry, at in self._entries():
-            entry.put(self, at, values[name])
+            entry.store(self, at, values[name])
         self._loaded()
 
     def _entries(self) -> list[tuple[str, Attribute, str]]:
@@ -399,9 +402,9 @@ class Stateful:
 def saved(value: Any, copy: bool) -> Any:
     """Convert a value for a state, also within dicts and lists: arrays to tensors; ``copy`` also copies and gathers."""
     if isinstance(value, dict):
-        return {key: saved(entry, copy) for key, entry in value.items()}
+        return {key: saved(item, copy) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(saved(entry, copy) for entry in value)
+        return type(value)(saved(item, copy) for item in value)
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value)
     if not copy:

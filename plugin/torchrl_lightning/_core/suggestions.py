@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def nearest(word: str, names: Iterable[str], least: float = 0.65) -> str | None:
-    """Return the name that is most similar to a word, or None if no similarity reaches ``least``.
+def nearest(word: str, names: Iterable[str], cutoff: float = 0.65) -> str | None:
+    """Return the name that is most similar to a word, or None if no similarity reaches ``cutoff``.
 
     Examples:
         >>> nearest("gama", ["size", "gamma", "gae_lambda"])
@@ -15,8 +15,8 @@ def nearest(word: str, names: Iterable[str], least: float = 0.65) -> str | None:
     """
     from difflib import get_close_matches
 
-    known = {name.casefold(): name for name in names}
-    return next((known[found] for found in get_close_matches(word.casefold(), known, 1, least)), None)
+    original = {name.casefold(): name for name in names}
+    return next((original[match] for match in get_close_matches(word.casefold(), original, 1, cutoff)), None)
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
@@ -29,7 +29,7 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
         '; known are gamma, size.'
     """
     names = sorted(names)
-    found = nearest(word, names)
-    if found is not None:
-        return f"; did you mean {found}?"
+    closest = nearest(word, names)
+    if closest is not None:
+        return f"; did you mean {closest}?"
     return f"; known are {', '.join(names)}." if 0 < len(names) <= 40 else "."

@@ -21,12 +21,12 @@ def check_default_dtype() -> None:
 @contextmanager
 def float32_by_default() -> Iterator[None]:
     """Build layers in float32, as in a checkpoint, whatever torch's default dtype is."""
-    before = torch.get_default_dtype()
+    previous = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(previous)
 
 
 def check_default_device() -> None:

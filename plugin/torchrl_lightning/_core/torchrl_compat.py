@@ -57,9 +57,9 @@ def new_tensordict(
 
 def new_tensorclass(cls: type[C], source: TensorDictBase, others: dict[str, Any]) -> C:
     """Build a TensorClass from ``source`` and all non-tensor attributes ``others`` without checking them."""
-    found = object.__new__(cls)
-    found.__dict__.update(_tensordict=source, _non_tensordict=others, _is_initialized=True)
-    return found
+    instance = object.__new__(cls)
+    instance.__dict__.update(_tensordict=source, _non_tensordict=others, _is_initialized=True)
+    return instance
 
 
 def entries_of(data: TensorDictBase) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def attached(storage: Storage) -> Iterator[Any]:
 
 def alias(name: str, *names: str) -> Any:
     """Return a property for a private attribute, or a read-only one for a tuple of several; reading runs no Python."""
-    return property(attrgetter(name, *names), None if names else lambda holder, value: setattr(holder, name, value))
+    return property(attrgetter(name, *names), None if names else lambda instance, value: setattr(instance, name, value))
 
 
 class StorageBase(NoCheckpointerMixin, LazyTensorStorage):
@@ -129,13 +129,13 @@ class StorageBase(NoCheckpointerMixin, LazyTensorStorage):
         else:
             self._own_length = length
 
-    def move_counters(self, make: Callable[[str, int], Any]) -> None:
-        """Move length, revision and cursor into shared memory; ``make(kind, number)`` builds each counter."""
+    def move_counters(self, make_counter: Callable[[str, int], Any]) -> None:
+        """Move length, revision and cursor into shared memory; ``make_counter(kind, number)`` builds each counter."""
         length, revision, cursor = len(self), self._mutation_revision, self.cursor
         self._shared = True
-        self._len_value = make("i", length)
-        self._mutation_revision_value = make("q", revision)
-        self._last_cursor_index_value = make("q", cursor)
+        self._len_value = make_counter("i", length)
+        self._mutation_revision_value = make_counter("q", revision)
+        self._last_cursor_index_value = make_counter("q", cursor)
 
     def __getstate__(self) -> dict[str, Any]:
         if is_spawning():

@@ -70,17 +70,17 @@ def join(root: NestedKey, suffix: Path) -> NestedKey:
 
 def leaves_of(tree: Tree) -> list[tuple[Path, Tensor]]:
     """Return every leaf with its path, in order."""
-    found: list[tuple[Path, Tensor]] = []
-    _collect(tree, (), found)
-    return found
+    leaves: list[tuple[Path, Tensor]] = []
+    _collect(tree, (), leaves)
+    return leaves
 
 
-def _collect(tree: Tree, path: Path, found: list[tuple[Path, Tensor]]) -> None:
+def _collect(tree: Tree, path: Path, leaves: list[tuple[Path, Tensor]]) -> None:
     for key, value in tree.items():
         if isinstance(value, dict):
-            _collect(value, (*path, key), found)
+            _collect(value, (*path, key), leaves)
         else:
-            found.append(((*path, key), value))
+            leaves.append(((*path, key), value))
 
 
 def keyed_leaves(data: TensorDictBase | Tree) -> list[tuple[NestedKey, Tensor]]:
@@ -106,9 +106,9 @@ def raw_items(data: TensorDictBase) -> dict[str, Any]:
     """Return the entries of one level, read-only; raise TypeError if some rows of a lazy stack lack an entry."""
     # A lazy stack lists only the keys that all of its rows have.
     if type(data) is not TensorDict and isinstance(data, LazyStackedTensorDict):
-        lost = set().union(*(row.keys() for row in data.tensordicts)) - set(data.keys())
-        if lost:
-            raise TypeError(f"Only some rows have the entries {sorted(lost)}; give them to all or to none.")
+        missing = set().union(*(row.keys() for row in data.tensordicts)) - set(data.keys())
+        if missing:
+            raise TypeError(f"Only some rows have the entries {sorted(missing)}; add them to all rows, or to none.")
     return entries_of(data)
 
 
@@ -121,8 +121,8 @@ def tree_of(data: TensorDictBase, path: Path = ()) -> Tree:
         elif isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
             tree[key] = value
         else:
-            kind = "sparse or nested tensor" if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"Entry {name_of((*path, key))} is a {kind}; a buffer stores dense tensors only.")
+            type_name = "sparse or nested tensor" if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"Entry {name_of((*path, key))} is a {type_name}; a buffer stores only dense tensors.")
     return tree
 
 
@@ -159,9 +159,9 @@ def is_tensordict(value: Any) -> TypeGuard[TensorDictBase]:
 def check_tensordict(data: Any) -> None:
     """Validate that a value is a TensorDict; raise TypeError with a remedy if it is not."""
     if not is_tensordict(data):
-        kind = "a plain tensor" if isinstance(data, Tensor) else f"a {type(data).__name__}"
+        type_name = "a plain tensor" if isinstance(data, Tensor) else f"a {type(data).__name__}"
         raise TypeError(
-            f"Expected a TensorDict, got {kind}; name the entries and the rows, "
+            f"Expected a TensorDict, got {type_name}; name the entries and the rows, "
             'e.g. TensorDict({"observation": tensor}, [len(tensor)]).'
         )
 
@@ -183,7 +183,7 @@ def cast_rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast values to another dtype; round and clamp floating-point values to an integer dtype.
 
     Examples:
-        >>> nearest(torch.tensor([-1.0, 2.6, 256.0]), torch.uint8).tolist()
+        >>> cast_rounded(torch.tensor([-1.0, 2.6, 256.0]), torch.uint8).tolist()
         [0, 3, 255]
     """
     if dtype.is_floating_point or not values.is_floating_point():
@@ -202,18 +202,18 @@ def describe(data: TensorDictBase | Tree, batch_dims: int, *, devices: bool = Fa
     }
 
 
-def schema_difference(stored: Schema, given: Schema) -> str:
-    """Describe in words how ``given`` differs from ``stored``."""
+def schema_difference(stored: Schema, received: Schema) -> str:
+    """Describe in words how ``received`` differs from ``stored``."""
 
-    def described(shape: torch.Size, *rest: Any) -> str:
-        return f"{list(shape)} {' on '.join(map(str, rest))}"
+    def format_leaf(shape: torch.Size, *dtype_and_device: Any) -> str:
+        return f"{list(shape)} {' on '.join(map(str, dtype_and_device))}"
 
-    parts = [f"{key!r} is missing" for key in stored.keys() - given.keys()]
-    parts += [f"{key!r} is new" for key in given.keys() - stored.keys()]
+    parts = [f"{key!r} is missing" for key in stored.keys() - received.keys()]
+    parts += [f"{key!r} is new" for key in received.keys() - stored.keys()]
     parts += [
-        f"{key!r} is {described(*given[key])}, stored is {described(*stored[key])}"
-        for key in stored.keys() & given.keys()
-        if stored[key] != given[key]
+        f"{key!r} is {format_leaf(*received[key])}, stored is {format_leaf(*stored[key])}"
+        for key in stored.keys() & received.keys()
+        if stored[key] != received[key]
     ]
     return "; ".join(sorted(parts))
 

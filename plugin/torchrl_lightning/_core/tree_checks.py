@@ -15,15 +15,15 @@ from torchrl_lightning._core.tree import Path, name_of
 
 def check_tree(data: Any, batch: torch.Size, owner: str, path: Path = ()) -> None:
     """Validate nested dicts of tensors with leading dimensions ``batch``; raise ValueError with the entry's name."""
-    what = f"entry {name_of(path)}" if path else "the data"
+    subject = f"entry {name_of(path)}" if path else "the data"
     if isinstance(data, dict):
         if not data or any(not isinstance(key, str) or not key for key in data):
-            raise ValueError(f"The {owner} state is foreign: {what} has the keys {list(data)}, expected names.")
+            raise ValueError(f"The {owner} state is foreign: {subject} has the keys {list(data)}, expected names.")
         for key, value in data.items():
             check_tree(value, batch, owner, (*path, key))
     elif not (path and isinstance(data, Tensor) and data.layout is torch.strided and data.shape[: len(batch)] == batch):
         expected = f"a tensor of {list(batch)} rows"
-        raise ValueError(f"The {owner} state is foreign: {what} is {describe_value(data)}, expected {expected}.")
+        raise ValueError(f"The {owner} state is foreign: {subject} is {describe_value(data)}, expected {expected}.")
 
 
 class TorchRLState:
@@ -37,7 +37,7 @@ class TorchRLState:
     """
 
     def __init__(
-        self, name: str, part: Any, storage: Any, check: Callable[[Any, Any], None] = lambda state, own: None
+        self, name: str, part: Any, storage: Any, check: Callable[[Any, Any], None] = lambda state, current: None
     ) -> None:
         self._name, self._part, self._storage, self._check = name, part, storage, check
 

@@ -23,7 +23,7 @@ MODULES = ("ale_py", "gymnasium_robotics", "minigrid")  # modules of our presets
 DEPTH, NODES, LENGTH, LARGEST = 32, 20_000, 4096, 1 << 63  # limits of a config; our configs need a tenth
 
 # Classes of other packages that are built from plain values and neither read, write, connect nor take a callable.
-_OTHERS = {
+_EXTERNAL_CLASSES = {
     "torch.optim": """
         ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax LBFGS Muon NAdam RAdam RMSprop Rprop SGD SparseAdam
     """,
@@ -73,7 +73,7 @@ _OTHERS = {
 _COLLECTOR = "torchrl_lightning.collectors.base.CollectorBase"
 # Bases of our classes that a file may name: learners, planners, fits, transforms; streams; wrappers; buffers and their
 # parts. Allowed classes without one of these bases derive from :class:`ConfigSafe`.
-_KINDS = (
+_ALLOWED_BASES = (
     "torch.nn.Module",
     "lightning.LightningDataModule",
     "gymnasium.Wrapper",
@@ -91,7 +91,7 @@ _BUILDERS = """
     build_q_network build_squashed_actor
 """
 # Arguments of environments and wrappers that are called or imported, and the only values that a file may give them.
-_CALLED = {"eol_attribute": ("unwrapped.ale.lives",), "module": MODULES, "backend": ("gym", "gymnasium")}
+_CALLED_ARGUMENTS = {"eol_attribute": ("unwrapped.ale.lives",), "module": MODULES, "backend": ("gym", "gymnasium")}
 _DIRECTIVES: dict[str, Any] = {
     "_target_": lambda value: isinstance(value, str),
     "_partial_": lambda value: isinstance(value, bool),
@@ -99,15 +99,15 @@ _DIRECTIVES: dict[str, Any] = {
     "_convert_": lambda value: isinstance(value, str) and value in ("none", "partial", "object", "all"),
     "_args_": lambda value: isinstance(value, list),
 }
-_WITH_COLON = re.compile(
+_COLON_TEXT = re.compile(
     rf"(?:{'|'.join(MODULES)}):[\w/.-]+|(?:cpu|cuda|mps|xpu):\d+|minari:\w[\w/-]*|[\d:.]+", re.ASCII
 )
 # Integers decide how much is built and computed, except seeds and times, which may therefore be larger.
-_TIMES = re.compile(r"(?!frames_per_batch).*(seed|steps|time|limit|frames).*")
-_CELLS = re.compile(r"((max|min|mini)_)?(batch_)?(size|capacity)|frames_per_batch")
-_AROUND = ("gymnasium.wrappers.", "minigrid.wrappers.", "torchrl.envs.")
-_WORD = re.compile(r"[\w+-][\w ,.+()-]*|", re.ASCII)  # neither a path nor a module
-_FOLDER = re.compile(r"(?:.*_)?(?:dir|dirpath|file|filename|folder|path|root|dataset)")
+_TIME_ARGUMENT = re.compile(r"(?!frames_per_batch).*(seed|steps|time|limit|frames).*")
+_CAPACITY_ARGUMENT = re.compile(r"((max|min|mini)_)?(batch_)?(size|capacity)|frames_per_batch")
+_ENVIRONMENT_PACKAGES = ("gymnasium.wrappers.", "minigrid.wrappers.", "torchrl.envs.")
+_PLAIN_WORD = re.compile(r"[\w+-][\w ,.+()-]*|", re.ASCII)  # neither a path nor a module
+_FOLDER_ARGUMENT = re.compile(r"(?:.*_)?(?:dir|dirpath|file|filename|folder|path|root|dataset)")
 
 
 class ConfigSafe:
@@ -134,14 +134,14 @@ def check_config(node: Any, *, where: str, trusted: bool = False, folders: bool 
         >>> check_config({"_target_": "os.system", "command": "true"}, where="the config in a.ckpt")
         Traceback (most recent call last):
             ...
-        ValueError: the config in a.ckpt says what a file may not: _target_='os.system' is none of the classes that a \
-file may name
+        ValueError: the config in a.ckpt has settings that a file must not have: _target_='os.system' is none of the \
+classes that a file may name
     """
-    found = _ConfigValidator(trusted, folders).refusals(node)
-    first = [refusal for refusal, _ in zip(found, range(5), strict=False)]
-    if first:
-        more = "; and more" if next(found, None) is not None else ""
-        raise ValueError(f"{where} says what a file may not: {'; '.join(first)}{more}")
+    errors = _ConfigValidator(trusted, folders).errors(node)
+    first_errors = [error for error, _ in zip(errors, range(5), strict=False)]
+    if first_errors:
+        more = "; and more" if next(errors, None) is not None else ""
+        raise ValueError(f"{where} has settings that a file must not have: {'; '.join(first_errors)}{more}")
 
 
 def resolve_target(name: str) -> Any:
@@ -151,13 +151,20 @@ def resolve_target(name: str) -> Any:
         >>> resolve_target("torchrl_lightning.GoalReward").__name__, resolve_target("os.system")
         ('GoalReward', None)
     """
-    package, _, last = name.rpartition(".")
-    for known in (_package(), *_OTHERS):
-        if package != known and not package.startswith(f"{known}."):
+    module, _, name_in_package = name.rpartition(".")
+    for allowed_package in (_package_name(), *_EXTERNAL_CLASSES):
+        if module != allowed_package and not module.startswith(f"{allowed_package}."):
             continue
-        target = _ours(last) if known == _package() else _of_others(known, last)
+        target = (
+            _package_target(name_in_package)
+            if allowed_package == _package_name()
+            else _external_class(allowed_package, name_in_package)
+        )
         # Also accept the defining module, as in a saved recipe; a name from the file is never imported.
-        if target is not None and name in (f"{known}.{last}", f"{target.__module__}.{target.__qualname__}"):
+        if target is not None and name in (
+            f"{allowed_package}.{name_in_package}",
+            f"{target.__module__}.{target.__qualname__}",
+        ):
             return target
     return None
 
@@ -176,172 +183,178 @@ def without_folders(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
     target = node.get("_target_")
-    left_out = _folders_of(_canonical(resolve_target(target))) if isinstance(target, str) else ()
-    return {key: without_folders(value) for key, value in node.items() if key not in left_out}
+    folder_arguments = _folders_of(_canonical_name(resolve_target(target))) if isinstance(target, str) else ()
+    return {key: without_folders(value) for key, value in node.items() if key not in folder_arguments}
 
 
 class _ConfigValidator:
     """Validator that walks once over a config and counts its values."""
 
     def __init__(self, trusted: bool, folders: bool) -> None:
-        self.trusted, self.folders, self.left = trusted, folders, NODES
+        self.trusted, self.folders, self.remaining = trusted, folders, NODES
 
-    def refusals(self, node: Any, path: str = "", depth: int = 0, words: bool = False) -> Iterator[str]:
-        """Yield each error with its place; ``words`` is True within the settings of an environment."""
-        self.left -= 1
-        if self.left == 0 or depth > DEPTH:
+    def errors(self, node: Any, path: str = "", depth: int = 0, plain_words: bool = False) -> Iterator[str]:
+        """Yield each error with its path; ``plain_words`` is True within the settings of an environment."""
+        self.remaining -= 1
+        if self.remaining == 0 or depth > DEPTH:
             yield f"it has more than {NODES} values, or more than {DEPTH} levels"
-        if self.left <= 0 or depth > DEPTH:
-            self.left = 0
+        if self.remaining <= 0 or depth > DEPTH:
+            self.remaining = 0
         elif type(node) is dict:
-            yield from self._mapping(node, path, depth, words)
+            yield from self._mapping_errors(node, path, depth, plain_words)
         elif type(node) is list:
             for number, entry in enumerate(node):
-                yield from self.refusals(entry, f"{path}[{number}]", depth + 1, words)
+                yield from self.errors(entry, f"{path}[{number}]", depth + 1, plain_words)
         elif type(node) is str:
-            yield from self._text(node, path, words)
+            yield from self._text_errors(node, path, plain_words)
         elif type(node) is int and abs(node) >= LARGEST:
             yield f"{path or 'it'} is a number of more than 63 bits"
         elif node is not None and type(node) not in (bool, int, float):
-            yield f"{path or 'it'} is a {type(node).__name__}, no plain value"
+            yield f"{path or 'it'} is a {type(node).__name__}, not a plain value"
 
-    def _text(self, text: str, path: str, words: bool) -> Iterator[str]:
+    def _text_errors(self, text: str, path: str, plain_words: bool) -> Iterator[str]:
         if "${" in text:
-            yield f"{_shown(path, text)} is an interpolation"
+            yield f"{_format_setting(path, text)} is an interpolation"
         elif len(text) > LENGTH:
-            yield f"{path or 'it'} is a text of more than {LENGTH} characters"
+            yield f"{path or 'it'} is a string of more than {LENGTH} characters"
         elif self.trusted:
             return
-        elif ":" in text and not _WITH_COLON.fullmatch(text):
-            yield f"{_shown(path, text)} may import a module other than {', '.join(MODULES)}"
-        elif words and not _WORD.fullmatch(text):
-            yield f"{_shown(path, text)} may be a path or a module; an environment's settings are plain words"
+        elif ":" in text and not _COLON_TEXT.fullmatch(text):
+            yield f"{_format_setting(path, text)} may import a module other than {', '.join(MODULES)}"
+        elif plain_words and not _PLAIN_WORD.fullmatch(text):
+            yield f"{_format_setting(path, text)} may be a path or a module; an environment's settings are plain words"
 
-    def _mapping(self, node: dict[Any, Any], path: str, depth: int, words: bool) -> Iterator[str]:
+    def _mapping_errors(self, node: dict[Any, Any], path: str, depth: int, plain_words: bool) -> Iterator[str]:
         target = node.get("_target_")
-        named: Any = resolve_target(target) if type(target) is str else None
-        canonical = _canonical(named)
+        target_object: Any = resolve_target(target) if type(target) is str else None
+        canonical = _canonical_name(target_object)
         folders = _folders_of(canonical)
         for key, value in node.items():
             if type(key) is not str and (type(key) is not int or abs(key) >= LARGEST):
-                yield f"{path or 'it'} has a key that is neither a text nor a number"
+                yield f"{path or 'it'} has a key that is neither a string nor a number"
                 continue
-            place = f"{path}.{_short(str(key))}" if path else _short(str(key))
+            entry_path = f"{path}.{_truncated(str(key))}" if path else _truncated(str(key))
             if type(key) is str and ("${" in key or len(key) > LENGTH):
-                yield f"{_short(place)} is no plain name"
+                yield f"{_truncated(entry_path)} is not a plain name"
                 continue
             if type(key) is str and key.startswith("_"):
-                allowed = _DIRECTIVES.get(key)
-                if allowed is None or not allowed(value):
-                    yield f"{_shown(place, value)} is no directive of Hydra's"
+                is_valid = _DIRECTIVES.get(key)
+                if is_valid is None or not is_valid(value):
+                    yield f"{_format_setting(entry_path, value)} is not a directive of Hydra"
                     continue
             if key == "_target_":
-                if (named is None and not self.trusted) or "${" in value:
-                    yield f"{_shown(place, value)} is {_rejection_reason(value)}"
+                if (target_object is None and not self.trusted) or "${" in value:
+                    yield f"{_format_setting(entry_path, value)} is {_rejection_reason(value)}"
                 continue
-            below = words or key == "env_kwargs" or canonical in _ENVIRONMENTS
+            in_environment = plain_words or key == "env_kwargs" or canonical in _ENVIRONMENTS
             if not self.trusted and value is not None:
-                yield from self._argument(canonical, key, value, place, below)
-            is_id = below and key in ("env_name", "_args_")
+                yield from self._argument_errors(canonical, key, value, entry_path, in_environment)
+            is_id = in_environment and key in ("env_name", "_args_")
             if key not in folders or self.folders:
-                yield from self.refusals(value, place, depth + 1, below and not is_id)
-        if named is None or self.trusted:
+                yield from self.errors(value, entry_path, depth + 1, in_environment and not is_id)
+        if target_object is None or self.trusted:
             return
         if canonical == _RECIPE:
-            yield from self._recipe(node, path)
-        elif _is_kind(named, _COLLECTOR) and node.get("_partial_") is not True:
+            yield from self._recipe_errors(node, path)
+        elif _is_subclass(target_object, _COLLECTOR) and node.get("_partial_") is not True:
             yield f"{path or 'it'} builds a collector, which starts processes"
 
-    def _argument(self, canonical: str, key: Any, value: Any, place: str, below: bool) -> Iterator[str]:
-        """Yield the errors of an argument of a class, or of a setting ``below`` an environment."""
-        around = below or canonical == _RECIPE or canonical.startswith(_AROUND)
-        only = _CALLED.get(key) if around else None
-        if only and value not in only:
-            yield f"{_shown(place, value)} is not {' or '.join(map(repr, only))}"
+    def _argument_errors(self, canonical: str, key: Any, value: Any, path: str, in_environment: bool) -> Iterator[str]:
+        """Yield the errors of an argument of a class, or of a setting of an environment."""
+        is_environment_setting = in_environment or canonical == _RECIPE or canonical.startswith(_ENVIRONMENT_PACKAGES)
+        allowed = _CALLED_ARGUMENTS.get(key) if is_environment_setting else None
+        if allowed and value not in allowed:
+            yield f"{_format_setting(path, value)} is not {' or '.join(map(repr, allowed))}"
         is_read = key == "dataset" or str(key).startswith("initial_")
-        is_place = self.folders and key in _folders_of(canonical)
-        if is_place and not (is_read and type(value) is str and _is_shipped(value)):
-            yield f"{_shown(place, value)} is a place on the disk"
-        if canonical or below:
-            yield from _sizes(str(key), value, place, around)
+        is_folder = self.folders and key in _folders_of(canonical)
+        if is_folder and not (is_read and type(value) is str and _is_shipped(value)):
+            yield f"{_format_setting(path, value)} is a path on the disk"
+        if canonical or in_environment:
+            yield from _size_errors(str(key), value, path, is_environment_setting)
 
-    def _recipe(self, node: dict[Any, Any], path: str) -> Iterator[str]:
+    def _recipe_errors(self, node: dict[Any, Any], path: str) -> Iterator[str]:
         """Yield an error if ``id`` does not build an environment, and for each of ``wrappers`` of another kind."""
         wrappers = node.get("wrappers")
-        parts: list[tuple[str, Any, tuple[str, ...]]] = [("id", node.get("id"), _ENVIRONMENTS)]
-        parts += [(f"wrappers[{n}]", each, ()) for n, each in enumerate(wrappers if type(wrappers) is list else ())]
-        for place, part, known in parts:
-            name = part.get("_target_") if type(part) is dict else None
-            target: Any = resolve_target(name) if type(name) is str else None
+        components: list[tuple[str, Any, tuple[str, ...]]] = [("id", node.get("id"), _ENVIRONMENTS)]
+        components += [
+            (f"wrappers[{number}]", wrapper, ())
+            for number, wrapper in enumerate(wrappers if type(wrappers) is list else ())
+        ]
+        for name_in_recipe, component, allowed_targets in components:
+            target_name = component.get("_target_") if type(component) is dict else None
+            target: Any = resolve_target(target_name) if type(target_name) is str else None
             if target is None:  # an id, already rejected, or the user's own class
                 continue
-            wraps = _is_kind(target, "gymnasium.Wrapper", "torchrl.envs.Transform")
-            if not (_canonical(target) in known if known else wraps):
-                what = "environment" if known else "wrapper"
-                yield f"{_shown(f'{path}.{place}' if path else place, name)} makes no {what}"
+            is_wrapper = _is_subclass(target, "gymnasium.Wrapper", "torchrl.envs.Transform")
+            if not (_canonical_name(target) in allowed_targets if allowed_targets else is_wrapper):
+                kind = "an environment" if allowed_targets else "a wrapper"
+                setting = f"{path}.{name_in_recipe}" if path else name_in_recipe
+                yield f"{_format_setting(setting, target_name)} does not build {kind}"
 
 
-def _sizes(key: str, value: Any, place: str, around: bool) -> Iterator[str]:
+def _size_errors(key: str, value: Any, path: str, is_environment_setting: bool) -> Iterator[str]:
     """Yield an error for the first number of an argument that exceeds its limit."""
-    if _TIMES.fullmatch(key):
+    if _TIME_ARGUMENT.fullmatch(key):
         return
-    cells = not around and _CELLS.fullmatch(key)
-    most = file_limits.LENGTH if around else file_limits.COUNT if cells else file_limits.WIDTH
-    left = [value]
-    for number in left:
+    is_capacity = not is_environment_setting and _CAPACITY_ARGUMENT.fullmatch(key)
+    limit = file_limits.LENGTH if is_environment_setting else file_limits.COUNT if is_capacity else file_limits.WIDTH
+    remaining = [value]
+    for number in remaining:
         if type(number) is list:
-            left += number
-        if len(left) > file_limits.LENGTH:
-            yield f"{place} has more than {file_limits.LENGTH} numbers"
+            remaining += number
+        if len(remaining) > file_limits.LENGTH:
+            yield f"{path} has more than {file_limits.LENGTH} numbers"
             return
         if type(number) is list:
             continue
-        if abs(number if type(number) is int or (type(number) is float and cells) else 0) > most:
-            yield f"{place}={number} is more than {most}"
+        if abs(number if type(number) is int or (type(number) is float and is_capacity) else 0) > limit:
+            yield f"{path}={number} is more than {limit}"
             return
 
 
 def _is_shipped(folder: str) -> bool:
     """Return whether a data set is the id of a Minari data set, or one of our shipped demonstrations."""
     if folder.startswith("minari:"):
-        return _WITH_COLON.fullmatch(folder) is not None
+        return _COLON_TEXT.fullmatch(folder) is not None
     return Path(os.path.normpath(folder)).is_relative_to(CONF_DIR / "demonstrations")
 
 
 def _rejection_reason(name: str) -> str:
-    package, _, last = name.rpartition(".")
-    if last in _OTHERS.get(package, "").split():
-        return f"in no {package.partition('.')[0]} that is installed here"
+    module, _, class_name = name.rpartition(".")
+    if class_name in _EXTERNAL_CLASSES.get(module, "").split():
+        return f"not in the installed version of {module.partition('.')[0]}"
     return "none of the classes that a file may name"
 
 
-def _shown(place: str, value: Any) -> str:
-    text = _short(repr(value)) if isinstance(value, bool | float | str | None) else f"a {type(value).__name__}"
-    return f"{_short(place)}={text}" if place else text
+def _format_setting(path: str, value: Any) -> str:
+    text = _truncated(repr(value)) if isinstance(value, bool | float | str | None) else f"a {type(value).__name__}"
+    return f"{_truncated(path)}={text}" if path else text
 
 
-def _short(text: str) -> str:
+def _truncated(text: str) -> str:
     text = text if text.isprintable() else repr(text)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def _package() -> str:
+def _package_name() -> str:
     return __name__.partition(".")[0]
 
 
-def _canonical(target: Any) -> str:
+def _canonical_name(target: Any) -> str:
     """Return the canonical name of an allowed class or builder; "" for None."""
     if target is None:
         return ""
     name: str = target.__name__
-    package = next((known for known in _OTHERS if _of_others(known, name) is target), _package())
+    package = next(
+        (external for external in _EXTERNAL_CLASSES if _external_class(external, name) is target), _package_name()
+    )
     return f"{package}.{name}"
 
 
 @cache
-def _of_others(package: str, name: str) -> type[Any] | None:
+def _external_class(package: str, name: str) -> type[Any] | None:
     """Return an allowed class of another package; None if it is not allowed or not installed."""
-    if name not in _OTHERS[package].split():
+    if name not in _EXTERNAL_CLASSES[package].split():
         return None
     try:
         target = getattr(import_module(package), name, None)
@@ -351,32 +364,32 @@ def _of_others(package: str, name: str) -> type[Any] | None:
 
 
 @cache
-def _ours(name: str) -> Any:
+def _package_target(name: str) -> Any:
     """Return a builder or class of ours that a file may name, or None; the bases decide for a class."""
-    package = sys.modules[_package()]
+    package = sys.modules[_package_name()]
     target = getattr(package, name) if name in package.__all__ else None
-    named = name in _BUILDERS.split() or (isinstance(target, type) and issubclass(target, ConfigSafe))
-    return target if named or _is_kind(target, *_KINDS) else None
+    is_named = name in _BUILDERS.split() or (isinstance(target, type) and issubclass(target, ConfigSafe))
+    return target if is_named or _is_subclass(target, *_ALLOWED_BASES) else None
 
 
-def _is_kind(target: Any, *kinds: str) -> bool:
-    return isinstance(target, type) and issubclass(target, _imported(*kinds))
+def _is_subclass(target: Any, *bases: str) -> bool:
+    return isinstance(target, type) and issubclass(target, _import_classes(*bases))
 
 
 @cache
-def _imported(*names: str) -> tuple[type[Any], ...]:
-    places = (name.rpartition(".") for name in names)
-    return tuple(getattr(import_module(module), last) for module, _, last in places)
+def _import_classes(*names: str) -> tuple[type[Any], ...]:
+    paths = (name.rpartition(".") for name in names)
+    return tuple(getattr(import_module(module), name) for module, _, name in paths)
 
 
 @cache
 def _folders_of(canonical: str) -> frozenset[str]:
     """Return the arguments of a class of ours that are paths, recognised by annotation or name."""
     target = resolve_target(canonical)
-    if target is None or canonical.rpartition(".")[0] != _package():
+    if target is None or canonical.rpartition(".")[0] != _package_name():
         return frozenset()
     return frozenset(
         argument.name
         for argument in inspect.signature(target).parameters.values()
-        if "Path" in str(argument.annotation) or _FOLDER.fullmatch(argument.name)
+        if "Path" in str(argument.annotation) or _FOLDER_ARGUMENT.fullmatch(argument.name)
     )

@@ -16,7 +16,7 @@ TEXT_LIMIT = 300
 """Maximum number of printed characters of a string from a file."""
 MESSAGE_LIMIT = 3000
 """Maximum number of characters of an error message, which may contain several of these strings."""
-_KINDS = {
+_FILE_KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
     stat.S_IFDIR: "a folder",
@@ -68,10 +68,10 @@ def open_regular(path: str | Path, limit: int | None = None) -> BinaryIO:
 def read_regular(path: str | Path, limit: int) -> bytes:
     """Read a regular file that has at most ``limit`` bytes; arguments and errors as in :func:`open_regular`."""
     with open_regular(path, limit) as file:
-        found = file.read(limit + 1)  # the file may have grown
-    if len(found) > limit:
+        data = file.read(limit + 1)  # the file may have grown
+    if len(data) > limit:
         raise UserError(f"{printable(path)} must have at most {limit:,} bytes, got more. Name another file.")
-    return found
+    return data
 
 
 def read_json(path: str | Path, limit: int, values: int, encoding: str = "utf-8") -> Any:
@@ -98,12 +98,12 @@ def read_json(path: str | Path, limit: int, values: int, encoding: str = "utf-8"
 
 def json_values(data: bytes) -> int:
     """Return an upper bound of the number of values in a JSON text, without parsing it."""
-    return sum(data.count(mark) for mark in (b",", b"[", b"{", b":"))
+    return sum(data.count(delimiter) for delimiter in (b",", b"[", b"{", b":"))
 
 
 def _check_kind(path: str | Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
-        kind = _KINDS.get(stat.S_IFMT(mode), "of another kind")
+        kind = _FILE_KINDS.get(stat.S_IFMT(mode), "of another kind")
         raise FileKindError(f"{printable(path)} must be a regular file, but is {kind}. Name a regular file.")
 
 
@@ -114,10 +114,13 @@ def printable(text: object, limit: int | None = TEXT_LIMIT) -> str:
         >>> print(printable("red: \x1b[31m, newline: \n, right to left: \u202e"))
         red: \x1b[31m, newline: \n, right to left: \u202e
     """
-    shown = _cut(str(text), limit)
-    if shown.isprintable():
-        return shown
-    escaped = (each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in shown)
+    line = _cut(str(text), limit)
+    if line.isprintable():
+        return line
+    escaped = (
+        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+        for character in line
+    )
     return _cut("".join(escaped), limit)
 
 
@@ -127,9 +130,9 @@ def printable_errors() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        said = error.args[0] if len(error.args) == 1 else None
-        if isinstance(said, str):
-            error.args = (printable(said, MESSAGE_LIMIT),)
+        message = error.args[0] if len(error.args) == 1 else None
+        if isinstance(message, str):
+            error.args = (printable(message, MESSAGE_LIMIT),)
         raise
 
 

@@ -27,17 +27,19 @@ class UpdateBatches:
     def __init__(self, batches: Iterator[TensorDictBase]) -> None:
         self.batches = batches
 
-    def watch(self, note: Callable[[TensorDictBase], None]) -> None:
+    def watch(self, callback: Callable[[TensorDictBase], None]) -> None:
         """Call a function with each batch when it is drawn."""
-        self.batches = _noted(self.batches, note)
+        self.batches = _with_callback(self.batches, callback)
 
     def __getitem__(self, key: Any) -> NoReturn:
         raise TypeError("this step holds several updates; learn from each: for batch in updates_of(batch): ...")
 
 
-def _noted(batches: Iterator[TensorDictBase], note: Callable[[TensorDictBase], None]) -> Iterator[TensorDictBase]:
+def _with_callback(
+    batches: Iterator[TensorDictBase], callback: Callable[[TensorDictBase], None]
+) -> Iterator[TensorDictBase]:
     for batch in batches:
-        note(batch)
+        callback(batch)
         yield batch
 
 

@@ -39,10 +39,10 @@ class Checked:
     """
 
     def __init__(self, check: Check | str, name: str = "") -> None:
-        self._check, self._shown, self._name = check, name, ""
+        self._check, self._setting, self._name = check, name, ""
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name, self._shown = name, self._shown or name
+        self._name, self._setting = name, self._setting or name
 
     def add_to(self, owner: type, name: str) -> None:
         """Add this attribute to an existing class."""
@@ -57,22 +57,22 @@ class Checked:
 
     def __set__(self, instance: Any, value: Any) -> None:
         check = getattr(instance, self._check) if isinstance(self._check, str) else self._check
-        vars(instance)[self._name] = check(value, self._shown)
+        vars(instance)[self._name] = check(value, self._setting)
 
     if TYPE_CHECKING:
 
         def __get__(self, instance: Any, owner: type | None = None) -> Any: ...
 
 
-def integer(value: Any, name: str, least: int = 1) -> int:
-    """Return an integer of at least ``least``."""
+def integer(value: Any, name: str, minimum: int = 1) -> int:
+    """Return an integer of at least ``minimum``."""
     try:
-        number = least - 1 if isinstance(value, bool) else index(value)
+        number = minimum - 1 if isinstance(value, bool) else index(value)
     except TypeError:
-        number = least - 1
-    if number < least:
-        wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
-        raise ValueError(f"{name} must be {wanted}, got {_shown(value)}.")
+        number = minimum - 1
+    if number < minimum:
+        expected = "a positive integer" if minimum == 1 else f"an integer of at least {minimum}"
+        raise ValueError(f"{name} must be {expected}, got {_format_value(value)}.")
     return number
 
 
@@ -92,27 +92,27 @@ def budget(value: Any, name: str) -> int:
     try:
         return -1 if number == -1 else integer(number, name)
     except ValueError as error:
-        raise ValueError(f"{name} must be a positive integer, or -1 for no end, got {value!r}.") from error
+        raise ValueError(f"{name} must be a positive integer, or -1 for no limit, got {value!r}.") from error
 
 
 def positive(value: Any, name: str, hint: str = "") -> float:
     """Return a number above 0, infinity included; the message ends with the hint."""
     if not (number := _number(value)) > 0.0:
-        raise ValueError(f"{name} must be above 0, got {_shown(value)}{hint and '; '}{hint}.")
+        raise ValueError(f"{name} must be above 0, got {_format_value(value)}{hint and '; '}{hint}.")
     return number
 
 
 def non_negative(value: Any, name: str) -> float:
     """Return a finite number of at least 0."""
     if not 0.0 <= (number := _number(value)) < math.inf:
-        raise ValueError(f"{name} must be a finite number of at least 0, got {_shown(value)}.")
+        raise ValueError(f"{name} must be a finite number of at least 0, got {_format_value(value)}.")
     return number
 
 
 def finite(value: Any, name: str) -> float:
     """Return a finite number of either sign, such as a weight."""
     if not math.isfinite(number := _number(value)):
-        raise ValueError(f"{name} must be a finite number, got {_shown(value)}.")
+        raise ValueError(f"{name} must be a finite number, got {_format_value(value)}.")
     return number
 
 
@@ -124,14 +124,14 @@ def finite_positive(value: Any, name: str) -> float:
 def fraction(value: Any, name: str) -> float:
     """Return a number in ``[0, 1]``, such as a discount."""
     if not 0.0 <= (number := _number(value)) <= 1.0:
-        raise ValueError(f"{name} must be between 0 and 1, got {_shown(value)}.")
+        raise ValueError(f"{name} must be between 0 and 1, got {_format_value(value)}.")
     return number
 
 
 def positive_fraction(value: Any, name: str) -> float:
     """Return a number in ``(0, 1]``, such as a proportion."""
     if not 0.0 < (number := _number(value)) <= 1.0:
-        raise ValueError(f"{name} must be above 0 and at most 1, got {_shown(value)}.")
+        raise ValueError(f"{name} must be above 0 and at most 1, got {_format_value(value)}.")
     return number
 
 
@@ -148,8 +148,8 @@ def exact_ratio(value: float) -> Fraction:
     if isinstance(value, int | Fraction):
         return Fraction(value)
     value = float(value)
-    short = Fraction(value).limit_denominator(1_000_000)
-    return short if abs(float(short) - value) <= 4 * math.ulp(value) else Fraction(repr(value))
+    simple = Fraction(value).limit_denominator(1_000_000)
+    return simple if abs(float(simple) - value) <= 4 * math.ulp(value) else Fraction(repr(value))
 
 
 def boolean(value: Any, name: str) -> bool:
@@ -197,8 +197,8 @@ Leave it out, or leave sampler out.
             )
 
 
-def _shown(value: Any) -> str:
-    return f"{value!r}, which is a text, not a number" if isinstance(value, str) else repr(value)
+def _format_value(value: Any) -> str:
+    return f"{value!r}, which is a string, not a number" if isinstance(value, str) else repr(value)
 
 
 def _number(value: Any) -> float:

@@ -15,17 +15,17 @@ config_dir: ContextVar[str | None] = ContextVar("config_dir", default=None)
 """The folder of ``--config-dir``, while Hydra is initialized for one of our commands."""
 
 # Hydra blocks functions that delete or move files or end the process; a whitelist would override this blocklist.
-_REFUSED = {"os", "posix", "nt", "shutil", "_sitebuiltins"}
+_BLOCKED_MODULES = {"os", "posix", "nt", "shutil", "_sitebuiltins"}
 _OUR_CALLBACKS = r"hydra\.utils\.instantiate\(\) resolved _target_='torchrl_lightning\.cli\."
-_LOOKED_UP = {f"hydra.utils.get_{kind}" for kind in ("class", "method", "object", "static_method")}
+_LOOKUP_FUNCTIONS = {f"hydra.utils.get_{kind}" for kind in ("class", "method", "object", "static_method")}
 
 
 def hydra_main(config_path: str, config_name: str) -> Callable[[Callable[[Any], Any]], Callable[[], Any]]:
     """Return Hydra's decorator for a task function."""
     import hydra
 
-    newer: dict[str, Any] = {} if _has_whitelist() else {"version_base": "1.3"}
-    return hydra.main(config_path=config_path, config_name=config_name, **newer)
+    version_base: dict[str, Any] = {} if _has_whitelist() else {"version_base": "1.3"}
+    return hydra.main(config_path=config_path, config_name=config_name, **version_base)
 
 
 def options_parser() -> ArgumentParser:
@@ -46,25 +46,25 @@ def _flags(option: str) -> list[str]:
 
 
 @contextmanager
-def initialized(config_path: str, name: str, beside: str | None = None) -> Iterator[Any]:
+def initialized(config_path: str, name: str, extra_folder: str | None = None) -> Iterator[Any]:
     """Initialize Hydra for a command, and yield it.
 
     Args:
         config_path: The folder of the configs.
         name: The name of the job.
-        beside: A second config folder, after ``config_path`` on the search path.
+        extra_folder: A second config folder, after ``config_path`` on the search path.
     """
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
-    newer: dict[str, Any] = {} if _has_whitelist() else {"version_base": "1.3"}
+    version_base: dict[str, Any] = {} if _has_whitelist() else {"version_base": "1.3"}
     if _has_whitelist():  # Hydra 1.4 builds hydra.callbacks without a whitelist; one would block users' callbacks
         warnings.filterwarnings("ignore", _OUR_CALLBACKS)
-    before = config_dir.set(None if beside is None else os.path.abspath(beside))
+    token = config_dir.set(None if extra_folder is None else os.path.abspath(extra_folder))
     try:
-        hydra = initialize_config_dir(os.path.abspath(config_path), name, **newer)
+        hydra = initialize_config_dir(os.path.abspath(config_path), name, **version_base)
     finally:
-        config_dir.reset(before)
+        config_dir.reset(token)
     with hydra:
         yield GlobalHydra.instance().hydra
 
@@ -74,8 +74,8 @@ def register_resolver(name: str, resolver: Callable[..., Any]) -> None:
     from omegaconf import OmegaConf
 
     # OmegaConf 2.4's name; older versions use it for a different function.
-    newer: Any = OmegaConf.register_resolver if _has_whitelist() else OmegaConf.register_new_resolver
-    newer(name, resolver, replace=True)
+    version_base: Any = OmegaConf.register_resolver if _has_whitelist() else OmegaConf.register_new_resolver
+    version_base(name, resolver, replace=True)
 
 
 def instantiate(config: Any, **arguments: Any) -> Any:
@@ -94,7 +94,9 @@ def instantiate(config: Any, **arguments: Any) -> Any:
 
     if _has_whitelist():
         plain = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
-        arguments["_execution_whitelist_"] = sorted({entry for name in _named(plain) for entry in _entries(name)})
+        arguments["_execution_whitelist_"] = sorted(
+            {entry for name in _names_in(plain) for entry in _whitelist_entries(name)}
+        )
     return hydra.utils.instantiate(config, **arguments)
 
 
@@ -104,25 +106,25 @@ def _has_whitelist() -> bool:
     return hasattr(hydra.utils, "execution_whitelist")
 
 
-def _named(node: Any) -> Iterator[str]:
+def _names_in(node: Any) -> Iterator[str]:
     """Yield the names in a config that Hydra calls or looks up."""
     if isinstance(node, Mapping):
         target = node.get("_target_")
-        names = [target, *((node.get("path"), *node.get("_args_", ())) if target in _LOOKED_UP else ())]
+        names = [target, *((node.get("path"), *node.get("_args_", ())) if target in _LOOKUP_FUNCTIONS else ())]
         yield from (name for name in names if isinstance(name, str))
-    inside = node.values() if isinstance(node, Mapping) else node if isinstance(node, list | tuple) else ()
-    for value in inside:
-        yield from _named(value)
+    children = node.values() if isinstance(node, Mapping) else node if isinstance(node, list | tuple) else ()
+    for value in children:
+        yield from _names_in(value)
 
 
-def _entries(name: str) -> Iterator[str]:
+def _whitelist_entries(name: str) -> Iterator[str]:
     """Yield whitelist entries for a name: itself, its definition, and nested functions, which Hydra also checks."""
     try:
-        named = resolve_name(name)
+        definition = resolve_name(name)
     except (ImportError, AttributeError, ValueError):
-        named = None  # Hydra reports the same error
-    module, place = getattr(named, "__module__", None), getattr(named, "__qualname__", None)
-    if module not in _REFUSED:
+        definition = None  # Hydra reports the same error
+    module, qualname = getattr(definition, "__module__", None), getattr(definition, "__qualname__", None)
+    if module not in _BLOCKED_MODULES:
         yield name
-        if place is not None:
-            yield from (f"{module}.{place}", f"{module}.{place}.<locals>.*")
+        if qualname is not None:
+            yield from (f"{module}.{qualname}", f"{module}.{qualname}.<locals>.*")

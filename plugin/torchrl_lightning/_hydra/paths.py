@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_here = Path(__file__).resolve().parents[1]
+_package_dir = Path(__file__).resolve().parents[1]
 # A wheel has conf/ inside the package; a checkout has it two folders up, beside plugin/.
-CONF_DIR = next(path for path in (_here / "conf", _here.parents[1] / "conf") if path.is_dir())
+CONF_DIR = next(path for path in (_package_dir / "conf", _package_dir.parents[1] / "conf") if path.is_dir())
 EXPORT_DIR = CONF_DIR / "export"
 BASE_DIR = CONF_DIR / "torchrl_lightning"  # files that options include; they are not options themselves

@@ -46,24 +46,24 @@ def schema_data() -> dict[str, dict[str, Any]]:
 
     A required argument has only a type. Code passes the arguments in ``handed_over``; configs do not set them.
     """
-    described: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("schemas.json").read_text())
-    return described
+    data: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("schemas.json").read_text())
+    return data
 
 
 def config_class(
     target: str,
     name: str,
     *,
-    left_out: Collection[str] = (),
+    excluded: Collection[str] = (),
     bases: tuple[type[Any], ...] = (),
     **directives: bool | str,
 ) -> type[Any]:
-    """Build a dataclass of a component's arguments, except ``left_out``, with Hydra directives."""
+    """Build a dataclass of a component's arguments, except ``excluded``, with Hydra directives."""
     fields: list[tuple[str, Any, Any]] = [("_target_", str, target), ("_convert_", str, "all")]
     fields += [(f"_{directive}_", type(value), value) for directive, value in directives.items()]
-    for argument, (kind, *default) in schema_data()[target]["arguments"].items():
-        if argument not in left_out:
-            union = reduce(operator.or_, (_TYPES[member] for member in kind.split(" | ")))
+    for argument, (annotation, *default) in schema_data()[target]["arguments"].items():
+        if argument not in excluded:
+            union = reduce(operator.or_, (_TYPES[member] for member in annotation.split(" | ")))
             value = default[0] if default else MISSING
             fields.append((argument, union, field(default_factory=value.copy) if isinstance(value, list) else value))
     namespace = {"__doc__": f"Arguments of :class:`{target}`.", "__module__": __name__}
@@ -79,14 +79,14 @@ def schema(target: str) -> type[Any]:
         UniformSamplerSchema(_target_='torchrl_lightning.UniformSampler', _convert_='all', with_replacement=True, \
 stratified=False)
     """
-    part = schema_data()[target]
-    return config_class(target, _name(target), left_out=part["handed_over"], **part["directives"])
+    data = schema_data()[target]
+    return config_class(target, _schema_name(target), excluded=data["handed_over"], **data["directives"])
 
 
 class _Schema(ConfigNode):
     """An entry of Hydra's ConfigStore that builds its config on first read, because most schemas are never read."""
 
-    made: DictConfig | None = None
+    config: DictConfig | None = None
     is_open = False
 
     def __init__(self, name: str, target: str, group: str) -> None:
@@ -96,14 +96,14 @@ class _Schema(ConfigNode):
     @property
     def node(self) -> DictConfig:
         """The config; callers may change it."""
-        if self.made is None:
-            self.made = OmegaConf.structured(schema(self.target))
-        OmegaConf.set_struct(self.made, False if _Schema.is_open else None)
-        return self.made
+        if self.config is None:
+            self.config = OmegaConf.structured(schema(self.target))
+        OmegaConf.set_struct(self.config, False if _Schema.is_open else None)
+        return self.config
 
     @node.setter
     def node(self, node: DictConfig) -> None:
-        self.made = node
+        self.config = node
 
 
 @contextmanager
@@ -128,11 +128,11 @@ def register_schemas() -> None:
 
 def __getattr__(name: str) -> Any:
     """Return a schema by its class name, for pickle."""
-    target = next((each for each in schema_data() if _name(each) == name), None)
+    target = next((candidate for candidate in schema_data() if _schema_name(candidate) == name), None)
     if target is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return schema(target)
 
 
-def _name(target: str) -> str:
+def _schema_name(target: str) -> str:
     return target.rpartition(".")[2].removesuffix("Module") + "Schema"

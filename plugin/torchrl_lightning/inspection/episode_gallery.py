@@ -25,17 +25,17 @@ class Episodes:
         env: The environment.
         begin: The position of the first stored step.
         length: Number of stored steps.
-        returned: The sum of the stored rewards.
-        end: The kind of end, as an index into :data:`ENDS`.
-        whole: Whether the first and the last step are known to be stored.
+        episode_return: The sum of the stored rewards.
+        end_kind: The kind of end, as an index into :data:`ENDS`.
+        is_complete: Whether the first and the last step are known to be stored.
     """
 
     env: Ints
     begin: Ints
     length: Ints
-    returned: NDArray[np.float64]
-    end: NDArray[np.int8]
-    whole: NDArray[np.bool_]
+    episode_return: NDArray[np.float64]
+    end_kind: NDArray[np.int8]
+    is_complete: NDArray[np.bool_]
 
     def __len__(self) -> int:
         return len(self.env)
@@ -44,25 +44,25 @@ class Episodes:
         return f"{type(self).__name__}(of {len(self)})"
 
 
-def episodes_in(content: BufferView) -> Episodes | None:
+def episodes_in(view: BufferView) -> Episodes | None:
     """Return the episodes of a buffer by its index or its done flags, or None without both.
 
     Args:
-        content: The buffer.
+        view: The buffer.
     """
-    index, done = content.index, content.find("done", "dones")
-    if (index is None and done is None) or content.kind == "storage" or not content.looked_at:
+    index, done = view.index, view.find("done", "dones")
+    if (index is None and done is None) or view.kind == "storage" or not view.num_inspected:
         return None
 
     def leaf_of(path: Path | None) -> Leaf:
-        return torch.zeros(1).expand(content.count) if path is None else content.leaves[path]
+        return torch.zeros(1).expand(view.count) if path is None else view.leaves[path]
 
     flags = leaf_of(done) if index is None else index.done
-    reward = leaf_of(content.find("reward", "rewards"))
-    kinds = [leaf_of(content.find(name, below="next")) for name in ("terminated", "truncated")]
-    found: list[list[NDArray[Any]]] = []
-    for rows, _, env, age in content.walk(32):
-        order = np.argsort(env.astype(np.min_scalar_type(content.num_envs)), kind="stable")
+    reward = leaf_of(view.find("reward", "rewards"))
+    end_leaves = [leaf_of(view.find(name, below="next")) for name in ("terminated", "truncated")]
+    chunks: list[list[NDArray[Any]]] = []
+    for rows, _, env, age in view.walk(32):
+        order = np.argsort(env.astype(np.min_scalar_type(view.num_envs)), kind="stable")
         rows, env, age = rows[order], env[order], age[order]
         flagged = numbers_of(flags, rows) != 0
         # The last step of an episode, or of its part in these rows.
@@ -71,28 +71,32 @@ def episodes_in(content: BufferView) -> Episodes | None:
             begins = flagged  # not used without an index
             is_last |= flagged
         else:
-            begins = numbers_of(index.column, rows) >= content.behind[env] - 1 - age
+            begins = numbers_of(index.column, rows) >= view.stop[env] - 1 - age
             is_last[:-1] |= begins[1:]
         last = np.flatnonzero(is_last)
         first = np.r_[0, last[:-1] + 1]
-        returned = np.add.reduceat(numbers_of(reward, rows), first, dtype=np.float64)
-        ends = [numbers_of(leaf, rows[last]) != 0 for leaf in kinds]
-        found.append([env[last], age[last], last - first + 1, returned, flagged[last], begins[first], *ends])
+        episode_return = np.add.reduceat(numbers_of(reward, rows), first, dtype=np.float64)
+        end_flags = [numbers_of(leaf, rows[last]) != 0 for leaf in end_leaves]
+        chunks.append(
+            [env[last], age[last], last - first + 1, episode_return, flagged[last], begins[first], *end_flags]
+        )
     # Join the parts of an episode from several pieces.
-    columns = [np.concatenate(column) for column in zip(*found, strict=True)]
+    columns = [np.concatenate(column) for column in zip(*chunks, strict=True)]
     order = np.lexsort((-columns[1], columns[0]))
-    env, age, length, returned, flagged, begins, terminated, truncated = (column[order] for column in columns)
+    env, age, length, episode_return, flagged, begins, terminated, truncated = (column[order] for column in columns)
     ended = flagged if index is None else np.where(age == 0, ~index.is_open[env], np.r_[begins[1:], False])
     last = np.flatnonzero(ended | (age == 0))
     first = np.r_[0, last[:-1] + 1]
-    length, returned = np.add.reduceat(length, first), np.add.reduceat(returned, first)
+    length, episode_return = np.add.reduceat(length, first), np.add.reduceat(episode_return, first)
     env, ended = env[last], ended[last]
-    position = content.behind[env] - 1 - age[last]
+    position = view.stop[env] - 1 - age[last]
     begin = position - length + 1
-    choices = {RUNNING: ~ended, CUT: ~flagged[last], TERMINATED: terminated[last], TRUNCATED: truncated[last]}
-    end = np.select([*choices.values()], [*choices], DONE)
+    conditions = {RUNNING: ~ended, CUT: ~flagged[last], TERMINATED: terminated[last], TRUNCATED: truncated[last]}
+    end_kind = np.select([*conditions.values()], [*conditions], DONE)
     # The first written step begins an episode, but a rollout continues the previous one.
-    whole = ended & ((begin > content.first[env]) | ((begin == 0) & (content.kind != "rollout")))
+    is_complete = ended & ((begin > view.first[env]) | ((begin == 0) & (view.kind != "rollout")))
     order = np.lexsort((~ended, position))
-    ordered: list[Any] = [column[order] for column in (env, begin, length, returned, end.astype(np.int8), whole)]
+    ordered: list[Any] = [
+        column[order] for column in (env, begin, length, episode_return, end_kind.astype(np.int8), is_complete)
+    ]
     return Episodes(*ordered)

@@ -36,30 +36,32 @@ class ConcatRows:
     def __len__(self) -> int:
         return sum(map(len, self.parts))
 
-    def __getitem__(self, part: slice) -> Tensor:
+    def __getitem__(self, rows_slice: slice) -> Tensor:
         """Return the rows of a slice as one tensor."""
-        start, stop, _ = part.indices(len(self))
-        found, begin = [self.parts[0][:0]], 0
-        for rows in self.parts:
-            found.append(rows[max(start - begin, 0) : max(stop - begin, 0)].to(self.parts[0].dtype))
-            begin += len(rows)
-        return torch.cat(found)
+        start, stop, _ = rows_slice.indices(len(self))
+        slices, begin = [self.parts[0][:0]], 0
+        for tensor in self.parts:
+            slices.append(tensor[max(start - begin, 0) : max(stop - begin, 0)].to(self.parts[0].dtype))
+            begin += len(tensor)
+        return torch.cat(slices)
 
 
 def shape_of(leaf: Any) -> torch.Size:
     """Return the shape of an entry, rows first."""
-    found: torch.Size = torch.Size([len(leaf), *leaf.leaf.shape[1:]]) if isinstance(leaf, ChunkedTensor) else leaf.shape
-    return found
+    shape: torch.Size = torch.Size([len(leaf), *leaf.leaf.shape[1:]]) if isinstance(leaf, ChunkedTensor) else leaf.shape
+    return shape
 
 
-def checked(leaf: Any, name: str, dtypes: Collection[torch.dtype], *shape: int | None) -> Any:
-    """Return a leaf of a state; raise Fault unless it has one of the dtypes and the shape (None for any size)."""
+def check_leaf(leaf: Any, name: str, dtypes: Collection[torch.dtype], *shape: int | None) -> Any:
+    """Return a leaf of a state; raise UserError unless it has one of the dtypes and the shape (None for any size)."""
     is_leaf = isinstance(leaf, Tensor | MappedTensor | ChunkedTensor) and len(shape_of(leaf)) > 0
     sizes, dtype = (list(shape_of(leaf)), leaf[:0].dtype) if is_leaf else ([], type(leaf).__name__)
-    wanted = [size if want is None else want for want, size in zip_longest(shape, sizes)]
-    if sizes != wanted or dtype not in dtypes:
+    expected_sizes = [
+        size if expected_size is None else expected_size for expected_size, size in zip_longest(shape, sizes)
+    ]
+    if sizes != expected_sizes or dtype not in dtypes:
         expected = " or ".join(map(str, dtypes))
-        raise UserError(f"{name} must be {expected} of the shape {[*shape]}, got {dtype} of {sizes}")
+        raise UserError(f"{name} must be {expected} of shape {[*shape]}, got {dtype} of shape {sizes}")
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
@@ -75,8 +77,8 @@ def numbers_of(leaf: Leaf, rows: Ints) -> NDArray[Any]:
     if not leaf[:1].numel():
         return np.zeros(len(rows))
     begin = int(rows.min())
-    piece = leaf[begin : int(rows.max()) + 1]
-    first = piece.reshape(len(piece), -1)[:, 0]
+    chunk = leaf[begin : int(rows.max()) + 1]
+    first = chunk.reshape(len(chunk), -1)[:, 0]
     first = first.real if first.is_complex() else first
     numbers: NDArray[Any] = (first.double() if first.is_floating_point() else first).numpy()[rows - begin]
     return numbers
@@ -84,11 +86,11 @@ def numbers_of(leaf: Leaf, rows: Ints) -> NDArray[Any]:
 
 def read_rows(leaf: Leaf, ascending: Ints, size: int) -> Iterator[Tensor]:
     """Yield rows at ascending indices; each read spans at most ``size`` neighbouring rows."""
-    at = 0
-    while at < len(ascending):
-        end = int(np.searchsorted(ascending, ascending[at] + size))
-        yield rows_of(leaf, ascending[at:end])
-        at = end
+    start = 0
+    while start < len(ascending):
+        end = int(np.searchsorted(ascending, ascending[start] + size))
+        yield rows_of(leaf, ascending[start:end])
+        start = end
 
 
 @dataclass(frozen=True)
@@ -116,19 +118,19 @@ class FrameRows:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __getitem__(self, part: slice) -> Tensor:
+    def __getitem__(self, rows_slice: slice) -> Tensor:
         """Return the stacks of a slice."""
-        numbers = self.numbers[part]
-        found, place = np.unique(numbers.numpy(), return_inverse=True)
-        if len(found) and found[0] < 0:
-            raise UserError("a step shows a frame with a negative number")
+        numbers = self.numbers[rows_slice]
+        frame_numbers, inverse = np.unique(numbers.numpy(), return_inverse=True)
+        if len(frame_numbers) and frame_numbers[0] < 0:
+            raise UserError("a step refers to a frame with a negative number")
         frames = [self.ring[:0]]
-        for source, first, behind in ((self.ring, 0, self.spares_from), (self.spares, self.spares_from, 1 << 31)):
-            rows = found[(found >= first) & (found < behind)] - first
-            if len(rows) and rows[-1] >= len(source):
-                raise UserError(f"a step shows frame {int(rows[-1]) + first}, which is not stored")
-            frames += read_rows(source, rows, len(found))
-        stacks = torch.cat(frames)[torch.from_numpy(place.reshape(-1))].view(self.dtype)
+        for source, first, stop in ((self.ring, 0, self.spares_from), (self.spares, self.spares_from, 1 << 31)):
+            frame_rows = frame_numbers[(frame_numbers >= first) & (frame_numbers < stop)] - first
+            if len(frame_rows) and frame_rows[-1] >= len(source):
+                raise UserError(f"a step refers to frame {int(frame_rows[-1]) + first}, which is not stored")
+            frames += read_rows(source, frame_rows, len(frame_numbers))
+        stacks = torch.cat(frames)[torch.from_numpy(inverse.reshape(-1))].view(self.dtype)
         if not self.axis:
             return stacks.view(len(numbers), *self.shape)
         height, width, channels = self.shape
@@ -149,8 +151,8 @@ def frame_rows(numbers: Any, frames: Any, max_size: int, num_envs: int, frame_st
     shape, axis = tuple(stack.shape[1:]), stack_axis(stack.shape[1:])
     size = stack.numel() * stack.element_size() // frame_stack
     if not size or shape[axis] % frame_stack:
-        raise UserError(f"its stacks of the shape {list(shape)} are not made of {frame_stack} frames")
-    checked(numbers, "the numbers of its frames", [torch.int32], None, frame_stack)
-    ring = checked(frames.get("frames"), "its frames", [torch.uint8], None, size)
-    spares = checked(frames.get("spares"), "its spares", [torch.uint8], None, size)
+        raise UserError(f"its stacks of shape {list(shape)} do not consist of {frame_stack} frames")
+    check_leaf(numbers, "the numbers of its frames", [torch.int32], None, frame_stack)
+    ring = check_leaf(frames.get("frames"), "its frames", [torch.uint8], None, size)
+    spares = check_leaf(frames.get("spares"), "its spares", [torch.uint8], None, size)
     return FrameRows(numbers, ring, spares, max_size + frame_stack * num_envs, shape, stack.dtype, axis)

@@ -21,25 +21,25 @@ from torchrl_lightning.inspection.diagnostics import findings
 from torchrl_lightning.inspection.episode_gallery import ENDS, Episodes
 from torchrl_lightning.inspection.leaves import Ints, Leaf
 from torchrl_lightning.inspection.pictures import COLOURS, DARK_COLOURS, bars, histogram, lines
-from torchrl_lightning.inspection.sample_counts import PARTS
-from torchrl_lightning.inspection.summary import BARS, WIDE, Summary
+from torchrl_lightning.inspection.sample_counts import AGE_BINS
+from torchrl_lightning.inspection.summary import BARS, MAX_COLUMNS, Summary
 from torchrl_lightning.inspection.tables import entry_rows, facts, title_of
 
-OF_EACH = 6  # newest episodes; the same number with the highest and with the lowest returns
+EPISODES_PER_GROUP = 6  # newest episodes; the same number with the highest and with the lowest returns
 FRAMES = 12  # images per episode
 STEPS = 2000  # plotted steps per episode
-LEAST = 16  # smallest side of an image, in pixels
+MIN_IMAGE_SIDE = 16  # smallest side of an image, in pixels
 FLAGS = {"done", "dones", "terminated", "truncated", "is_init", "index"}
 
 
-def _variables(colours: Sequence[str], text: str, page: str, rule: str, wrong: str) -> str:
-    named = "".join(f" --colour-{number}: {colour};" for number, colour in enumerate(colours))
-    return f".inspection {{ --text: {text}; --page: {page}; --rule: {rule}; --wrong: {wrong};{named} }}"
+def _css_variables(colours: Sequence[str], text: str, page: str, rule: str, warning: str) -> str:
+    colour_variables = "".join(f" --colour-{number}: {colour};" for number, colour in enumerate(colours))
+    return f".inspection {{ --text: {text}; --page: {page}; --rule: {rule}; --warning: {warning};{colour_variables} }}"
 
 
 STYLE = f"""
-{_variables(COLOURS, "#222", "#fff", "#ddd", "#a00")}
-@media (prefers-color-scheme: dark) {{ {_variables(DARK_COLOURS, "#ddd", "#181818", "#444", "#f77")} }}
+{_css_variables(COLOURS, "#222", "#fff", "#ddd", "#a00")}
+@media (prefers-color-scheme: dark) {{ {_css_variables(DARK_COLOURS, "#ddd", "#181818", "#444", "#f77")} }}
 .inspection {{ font: 14px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page); }}
 .inspection {{ max-width: 80em; padding: 0 1em; }}
 .inspection h1 {{ font-size: 1.4em; }} .inspection h2 {{ font-size: 1.2em; }}
@@ -51,7 +51,7 @@ STYLE = f"""
 .inspection svg {{ width: 100%; display: block; border-bottom: 1px solid var(--rule); stroke-linejoin: round; }}
 .inspection figure div {{ display: flex; justify-content: space-between; font-size: 10px; opacity: .8; }}
 .inspection img {{ width: 120px; image-rendering: pixelated; margin: 2px; }}
-.inspection .wrong {{ color: var(--wrong); }} .inspection summary {{ cursor: pointer; }}
+.inspection .warning {{ color: var(--warning); }} .inspection summary {{ cursor: pointer; }}
 """
 
 
@@ -66,29 +66,29 @@ def write_page(summaries: Sequence[Summary], path: Path, unreadable: Sequence[st
     Raises:
         OSError: The file cannot be written.
     """
-    head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>What the buffer holds</title></head>'
+    head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Contents of the buffer</title></head>'
     # STYLE does not color the body's margin.
     body = "<body><style>@media (prefers-color-scheme: dark) { body { background: #181818; } }</style>"
-    whole = f"{head}{body}{fragment(summaries, unreadable)}</body></html>\n".encode()
+    html = f"{head}{body}{fragment(summaries, unreadable)}</body></html>\n".encode()
     with replaced_files(path) as (file,):
-        file.write(whole)
+        file.write(html)
 
 
 def fragment(summaries: Sequence[Summary], unreadable: Sequence[str] = ()) -> str:
     """Return the page as an HTML fragment, for example for a notebook."""
-    parts = "".join(part for summary in summaries for part in _parts(summary))
-    parts += "".join(f'<p class="wrong">{escape(line)}</p>' for line in unreadable)
-    return f'<div class="inspection"><style>{STYLE}</style>{parts}</div>'
+    sections = "".join(section for summary in summaries for section in _sections(summary))
+    sections += "".join(f'<p class="warning">{escape(line)}</p>' for line in unreadable)
+    return f'<div class="inspection"><style>{STYLE}</style>{sections}</div>'
 
 
-def _parts(summary: Summary) -> Iterator[str]:
+def _sections(summary: Summary) -> Iterator[str]:
     yield f"<h1>{escape(title_of(summary))}</h1>"
-    wrong = "".join(f"<li>{escape(finding)}</li>" for finding in findings(summary))
-    yield f'<ul class="wrong">{wrong}</ul>' if wrong else "<p>Nothing looks wrong.</p>"
+    findings_html = "".join(f"<li>{escape(finding)}</li>" for finding in findings(summary))
+    yield f'<ul class="warning">{findings_html}</ul>' if findings_html else "<p>Nothing looks wrong.</p>"
     heads, rows = entry_rows(summary)
     yield f"<table>{_row(heads, 'th')}{''.join(map(_row, rows))}</table>"
-    if known := facts(summary):
-        yield f"<table>{''.join(map(_row, known))}</table>"
+    if fact_rows := facts(summary):
+        yield f"<table>{''.join(map(_row, fact_rows))}</table>"
     yield "<h2>Pictures</h2>"
     yield from _pictures(summary)
     if episodes := "".join(_gallery(summary)):
@@ -101,84 +101,86 @@ def _row(cells: Sequence[str], kind: str = "td") -> str:
 
 def _pictures(summary: Summary) -> Iterator[str]:
     episodes, ages, priorities = summary.episodes, summary.ages, summary.priorities
-    if episodes is not None and episodes.whole.any():
-        yield histogram(episodes.returned[episodes.whole], "returns of whole episodes")
-        yield histogram(episodes.length[episodes.whole], "their lengths")
+    if episodes is not None and episodes.is_complete.any():
+        yield histogram(episodes.episode_return[episodes.is_complete], "returns of complete episodes")
+        yield histogram(episodes.length[episodes.is_complete], "their lengths")
     if ages is not None:
-        title = "ages: stored (wide), drawn (narrow)"
+        title = "ages: stored (wide), sampled (narrow)"
         yield bars(ages.stored_bars, 0, ages.oldest, title, ages.drawn_bars)
     if (draws := summary.draws) is not None:
         oldest = int(np.flatnonzero(draws.ages)[-1]) + 1
-        shown = np.add.reduceat(draws.ages[:oldest], np.arange(0, oldest, -(-oldest // BARS)))
-        yield bars(shown.tolist(), 0, draws.length * oldest / PARTS, "ages when drawn in this run")
-        yield histogram(draws.counts[draws.counts > 0], "how often each drawn step was")
+        bar_heights = np.add.reduceat(draws.ages[:oldest], np.arange(0, oldest, -(-oldest // BARS)))
+        yield bars(bar_heights.tolist(), 0, draws.length * oldest / AGE_BINS, "ages when sampled in this run")
+        yield histogram(draws.counts[draws.counts > 0], "number of samples of each sampled step")
     if priorities is not None:
-        yield bars(priorities.shares, 0, priorities.known, "priorities: shares of the mass, largest first")
+        yield bars(
+            priorities.shares, 0, priorities.num_cells, "priorities: shares of the sampling probability, largest first"
+        )
     for entry in summary.entries:
-        if 0 < entry.size <= WIDE and is_told(entry.key):
+        if 0 < entry.size <= MAX_COLUMNS and is_plotted(entry.key):
             yield histogram(entry.sample.ravel(), entry.name)
 
 
 def _gallery(summary: Summary) -> Iterator[str]:
     """Yield each selected episode as a collapsed section with frames and line plots."""
-    content, episodes = summary.content, summary.episodes
+    view, episodes = summary.view, summary.episodes
     if episodes is None:
         return
-    image = next((leaf for path, leaf in content.leaves.items() if path[0] != "next" and is_image(leaf)), None)
-    for number in chosen(episodes).tolist():
+    image = next((leaf for path, leaf in view.leaves.items() if path[0] != "next" and is_image(leaf)), None)
+    for number in selected_episodes(episodes).tolist():
         env, begin, length = (int(column[number]) for column in (episodes.env, episodes.begin, episodes.length))
-        told = (
-            f"{ENDS[episodes.end[number]]} after {length:,} steps, return {episodes.returned[number]:.4g} "
-            f"(environment {env}, from its step {begin:,}{'' if episodes.whole[number] else ', not whole'})"
+        caption = (
+            f"{ENDS[episodes.end_kind[number]]} after {length:,} steps, return {episodes.episode_return[number]:.4g} "
+            f"(environment {env}, from its step {begin:,}{'' if episodes.is_complete[number] else ', incomplete'})"
         )
-        shown = "" if image is None else "".join(_frames(content, image, env, begin, length))
-        for path, leaf in content.leaves.items():
+        figures = "" if image is None else "".join(_frames(view, image, env, begin, length))
+        for path, leaf in view.leaves.items():
             width = leaf[:1].numel()
-            if is_told(path) and 0 < width <= len(COLOURS) and not leaf[:1].is_complex():
-                rows = content.steps(leaf, env, begin, begin + min(length, STEPS))
-                shown += lines(rows.reshape(-1, width).double().numpy(), printable(".".join(path)))
-        yield f"<details><summary>{escape(told)}</summary><div>{shown}</div></details>"
+            if is_plotted(path) and 0 < width <= len(COLOURS) and not leaf[:1].is_complex():
+                rows = view.steps(leaf, env, begin, begin + min(length, STEPS))
+                figures += lines(rows.reshape(-1, width).double().numpy(), printable(".".join(path)))
+        yield f"<details><summary>{escape(caption)}</summary><div>{figures}</div></details>"
 
 
-def chosen(episodes: Episodes) -> Ints:
+def selected_episodes(episodes: Episodes) -> Ints:
     """Return the indices of the newest episodes and of the whole episodes with the highest and lowest returns."""
-    whole = np.flatnonzero(episodes.whole)
-    order = whole[np.argsort(episodes.returned[whole], kind="stable")]
-    newest = np.arange(len(episodes))[::-1][:OF_EACH]
-    picked = [*newest.tolist(), *order[::-1][:OF_EACH].tolist(), *order[:OF_EACH].tolist()]
-    return np.array([*dict.fromkeys(picked)], np.int64)
+    complete = np.flatnonzero(episodes.is_complete)
+    order = complete[np.argsort(episodes.episode_return[complete], kind="stable")]
+    newest = np.arange(len(episodes))[::-1][:EPISODES_PER_GROUP]
+    selected = [*newest.tolist(), *order[::-1][:EPISODES_PER_GROUP].tolist(), *order[:EPISODES_PER_GROUP].tolist()]
+    return np.array([*dict.fromkeys(selected)], np.int64)
 
 
 def is_image(leaf: Leaf) -> bool:
     """Return whether an entry is a uint8 image of at least 16 x 16 pixels."""
     shape = leaf[:1].shape[1:]
-    return leaf[:1].dtype is torch.uint8 and sum(side >= LEAST for side in shape) >= 2
+    return leaf[:1].dtype is torch.uint8 and sum(side >= MIN_IMAGE_SIDE for side in shape) >= 2
 
 
-def _frames(content: BufferView, leaf: Leaf, env: int, begin: int, length: int) -> Iterator[str]:
+def _frames(view: BufferView, leaf: Leaf, env: int, begin: int, length: int) -> Iterator[str]:
     from matplotlib.image import imsave
 
-    for at in np.unique(np.linspace(0, length - 1, min(FRAMES, length)).astype(np.int64)).tolist():
+    for step in np.unique(np.linspace(0, length - 1, min(FRAMES, length)).astype(np.int64)).tolist():
         with io.BytesIO() as file:
-            image = pixels(content.steps(leaf, env, begin + at, begin + at + 1)[0])
+            image = pixels(view.steps(leaf, env, begin + step, begin + step + 1)[0])
             imsave(file, image, format="png", cmap="gray", vmin=0, vmax=255)
             data = base64.b64encode(file.getvalue()).decode()
-        yield f'<img alt="step {at}" title="step {at}" src="data:image/png;base64,{data}">'
+        yield f'<img alt="step {step}" title="step {step}" src="data:image/png;base64,{data}">'
 
 
 def pixels(image: Tensor) -> NDArray[np.uint8]:
     """Return an image as ``[H, W]`` or ``[H, W, 3]``; select the newest of a stack, and the last of other channels."""
     while image.ndim > 3:
         image = image[-1]
-    found: NDArray[np.uint8] = image.numpy()
-    if found.ndim == 2:
-        return found
-    if found.shape[0] < found.shape[2]:
-        found = np.moveaxis(found, 0, -1)
-    return found if found.shape[2] == 3 else found[..., -1]
+    array: NDArray[np.uint8] = image.numpy()
+    if array.ndim == 2:
+        return array
+    if array.shape[0] < array.shape[2]:
+        array = np.moveaxis(array, 0, -1)
+    return array if array.shape[2] == 3 else array[..., -1]
 
 
-def is_told(path: tree.Path) -> bool:
+def is_plotted(path: tree.Path) -> bool:
     """Return whether to plot an entry; flags and next observations are skipped."""
     return (
         path[-1] not in FLAGS and "collector" not in path and (path[0] != "next" or path[-1] in ("reward", "rewards"))

@@ -18,15 +18,15 @@ DARK_COLOURS = ("#77aaee", "#ee9966", "#66cc99", "#dd77aa", "#bbbb66", "#aa99ee"
 
 def bars(heights: Sequence[float], low: float, high: float, title: str, second: Sequence[float] = ()) -> str:
     """Draw bars over equal parts of a range, with narrower bars of a second series in front."""
-    most = max([*heights, *second, 1e-12])
-    drawn = []
+    largest = max([*heights, *second, 1e-12])
+    paths = []
     for series, width in [(heights, 0.9), (second, 0.4)][: 1 + bool(second)]:
         across = np.add.outer(np.arange(len(series)), (0, 0, width, width)) * (WIDTH / len(series))
-        drawn.append((across.ravel(), np.outer(series, (0, 1, 1, 0)).ravel() * (HEIGHT / most)))
-    return _figure(drawn, title, low, high, is_filled=True)
+        paths.append((across.ravel(), np.outer(series, (0, 1, 1, 0)).ravel() * (HEIGHT / largest)))
+    return _figure(paths, title, low, high, is_filled=True)
 
 
-def histogram(values: NDArray[Any], title: str, parts: int = 32) -> str:
+def histogram(values: NDArray[Any], title: str, bins: int = 32) -> str:
     """Draw a histogram of the finite values; return an empty string without any."""
     values = np.asarray(values.real, np.float64)
     values = values[np.isfinite(values)]
@@ -35,27 +35,27 @@ def histogram(values: NDArray[Any], title: str, parts: int = 32) -> str:
     low, high = float(values.min()), float(values.max())
     # The limit keeps the range below 2**53, because float64 cannot represent every larger integer.
     if max(-low, high) < 1 << 52 and (values % 1 == 0).all():  # equally many integers per bin
-        width = -(-int(high - low + 1) // parts)
+        width = -(-int(high - low + 1) // bins)
         counts = np.bincount((values - low).astype(np.int64) // width)
     else:
-        counts, _ = np.histogram(_scaled(values, low, high), parts)
+        counts, _ = np.histogram(_scaled(values, low, high), bins)
     return bars(counts.tolist(), low, high, title)
 
 
 def lines(columns: NDArray[Any], title: str) -> str:
     """Draw columns ``[n, k]`` over their rows; reduce many rows to the minimum and maximum of each part."""
-    shown = np.asarray(columns.real, np.float64)
-    finite = shown[np.isfinite(shown)]
+    values = np.asarray(columns.real, np.float64)
+    finite = values[np.isfinite(values)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-    shown = np.nan_to_num(shown, nan=low, posinf=high, neginf=low)
-    if len(shown) > POINTS:
-        begins = np.linspace(0, len(shown), POINTS // 2, endpoint=False).astype(np.int64)
-        extremes = [extreme.reduceat(shown, begins, axis=0) for extreme in (np.minimum, np.maximum)]
-        shown = np.stack(extremes, 1).reshape(-1, shown.shape[1])
-    shown = shown.repeat(2, 0) if len(shown) == 1 else shown
+    values = np.nan_to_num(values, nan=low, posinf=high, neginf=low)
+    if len(values) > POINTS:
+        begins = np.linspace(0, len(values), POINTS // 2, endpoint=False).astype(np.int64)
+        extremes = [extreme.reduceat(values, begins, axis=0) for extreme in (np.minimum, np.maximum)]
+        values = np.stack(extremes, 1).reshape(-1, values.shape[1])
+    values = values.repeat(2, 0) if len(values) == 1 else values
     # Smaller differences are rounding errors.
-    heights = _scaled(shown, low, high) if high / 2 - low / 2 > 5e-13 else np.zeros_like(shown)
-    across, up = np.linspace(0, WIDTH, len(shown)), 1 + heights * (HEIGHT - 2)
+    heights = _scaled(values, low, high) if high / 2 - low / 2 > 5e-13 else np.zeros_like(values)
+    across, up = np.linspace(0, WIDTH, len(values)), 1 + heights * (HEIGHT - 2)
     return _figure([(across, column) for column in up.T], f"{title}: {low:.4g} to {high:.4g}", 0, len(columns) - 1)
 
 
@@ -78,13 +78,13 @@ def _figure(paths: Iterable[tuple[Any, Any]], title: str, low: float, high: floa
 
     with io.StringIO() as file:
         renderer = RendererSVG(WIDTH, HEIGHT, file, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-        look = renderer.new_gc()
-        look.set_linewidth(0 if is_filled else 1)
+        graphics_context = renderer.new_gc()
+        graphics_context.set_linewidth(0 if is_filled else 1)
         for number, points in enumerate(paths):
             colour = COLOURS[number % len(COLOURS)]
-            look.set_foreground(colour)
+            graphics_context.set_foreground(colour)
             path = Path(np.column_stack(points).round(1))
-            renderer.draw_path(look, path, IdentityTransform(), to_rgb(colour) if is_filled else None)
+            renderer.draw_path(graphics_context, path, IdentityTransform(), to_rgb(colour) if is_filled else None)
         renderer.finalize()
         svg = file.getvalue()
     svg = svg[svg.index("<path") : svg.rindex("</svg>")]

@@ -92,18 +92,20 @@ def inspect_buffer(buffer: Any, *, name: str | None = None, last: int | None = N
         'next.reward is zero in every step: there is nothing to learn from'
     """
     optional(integer)(last, "last")
-    given = isinstance(buffer, dict)
-    if not given and not callable(getattr(buffer, "state_dict", None)):
-        path = "; torchrl-lightning-inspect PATH reads what lies there" if isinstance(buffer, str | Path) else ""
+    is_state = isinstance(buffer, dict)
+    if not is_state and not callable(getattr(buffer, "state_dict", None)):
+        path = "; torchrl-lightning-inspect PATH reads a file or folder" if isinstance(buffer, str | Path) else ""
         raise UserError(
-            f"A {type(buffer).__name__} is no buffer; pass one of ours, or what its state_dict() returned{path}."
+            f"buffer must be a buffer of this package or its state_dict(), got a {type(buffer).__name__}{path}."
         )
-    name = name or ("state" if given else type(buffer).__name__)
+    name = name or ("state" if is_state else type(buffer).__name__)
     with getattr(buffer, "locked", nullcontext)():
         try:
-            state = buffer if given else buffer.state_dict(copy=False)
+            state = buffer if is_state else buffer.state_dict(copy=False)
         except TypeError as error:
-            raise UserError(f"A {type(buffer).__name__} is none of our buffers: {error}.") from error
+            raise UserError(
+                f"buffer must be a buffer of this package, got a {type(buffer).__name__}: {error}."
+            ) from error
         return inspect_state(state, name, last=last)
 
 
@@ -111,7 +113,7 @@ def inspect_state(state: Any, name: str | Path, *, last: int | None = None) -> I
     """Inspect the buffers in a nested state.
 
     Raises:
-        Fault: The state does not contain a buffer, or none can be inspected.
+        UserError: The state does not contain a buffer, or none can be inspected.
     """
     return inspect_contents(contents_in(state, str(name), last), name)
 
@@ -120,22 +122,22 @@ def inspect_contents(contents: Iterable[BufferView | str], name: str | Path) -> 
     """Inspect buffers; a string in ``contents`` is the line for an unreadable buffer.
 
     Raises:
-        Fault: None of the buffers can be inspected.
+        UserError: None of the buffers can be inspected.
     """
     summaries: list[Summary] = []
     lines: list[str] = []
-    for content in contents:
-        if isinstance(content, str):
-            lines.append(content)
+    for view in contents:
+        if isinstance(view, str):
+            lines.append(view)
             continue
         try:
-            summaries.append(summarize(content))
+            summaries.append(summarize(view))
         except Exception as error:  # a damaged state may raise any error
-            lines.append(unreadable(content.name, error))
+            lines.append(unreadable(view.name, error))
     if not summaries and lines:
-        others = f"; {len(lines) - 1} more cannot be shown either" if len(lines) > 1 else ""
-        raise UserError(f"{lines[0]}{others}.")
+        suffix = f"; {len(lines) - 1} more cannot be shown either" if len(lines) > 1 else ""
+        raise UserError(f"{lines[0]}{suffix}.")
     if not summaries:
-        mend = "name a run that keeps one in its checkpoints, or a folder of a buffer"
-        raise NoBufferError(f"{printable(name)} holds no buffer; {mend}.")
+        remedy = "name a run with a buffer in its checkpoints, or the folder of a buffer"
+        raise NoBufferError(f"{printable(name)} has no buffer; {remedy}.")
     return Inspection(tuple(summaries), tuple(lines))

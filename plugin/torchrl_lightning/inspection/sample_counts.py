@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 EVERY = 8  # a run counts one batch in EVERY
-PARTS = 1024  # bins of the age histogram, over the length of a ring
+AGE_BINS = 1024  # bins of the age histogram, over the length of a ring
 
 
 class SampleCounter:
@@ -20,16 +20,16 @@ class SampleCounter:
 
     Examples:
         >>> import torch
-        >>> draws = Draws(length=4, num_envs=1)
-        >>> draws.note(torch.tensor([3, 3, 0]), torch.tensor([4, 4, 4]))
-        >>> draws.number, draws.mean_age, draws.most
+        >>> counter = SampleCounter(length=4, num_envs=1)
+        >>> counter.note(torch.tensor([3, 3, 0]), torch.tensor([4, 4, 4]))
+        >>> counter.number, counter.mean_age, counter.most
         (3, 1.0, 2)
     """
 
     def __init__(self, length: int, num_envs: int) -> None:
         self.length, self.num_envs = length, num_envs
         self.number, self._age = 0, 0
-        self.ages = np.zeros(PARTS, np.int64)
+        self.ages = np.zeros(AGE_BINS, np.int64)
         self.counts = np.zeros(length * num_envs, np.int64)
         self._steps = np.full(length * num_envs, -1)  # the position of the step that each count belongs to
 
@@ -40,13 +40,13 @@ class SampleCounter:
             index: Sampled cells, of any shape.
             stamp: The write position of each cell's ring, of the same shape.
         """
-        cells, written = index.cpu().numpy().ravel(), stamp.cpu().numpy().ravel()
-        age = (written - 1 - cells // self.num_envs) % self.length
-        step = written - 1 - age
+        cells, write_positions = index.cpu().numpy().ravel(), stamp.cpu().numpy().ravel()
+        age = (write_positions - 1 - cells // self.num_envs) % self.length
+        step = write_positions - 1 - age
         self.counts[cells[self._steps[cells] != step]] = 0
         self._steps[cells] = step
         np.add.at(self.counts, cells, 1)
-        self.ages += np.bincount(age * PARTS // self.length, minlength=PARTS)
+        self.ages += np.bincount(age * AGE_BINS // self.length, minlength=AGE_BINS)
         self.number += len(age)
         self._age += int(age.sum())
 

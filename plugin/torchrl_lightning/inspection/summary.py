@@ -14,17 +14,17 @@ from torch import Tensor
 from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.moments import Moments
 from torchrl_lightning._core.untrusted import printable
-from torchrl_lightning.inspection.buffer_views import PIECE, BufferView
+from torchrl_lightning.inspection.buffer_views import CHUNK_BYTES, BufferView
 from torchrl_lightning.inspection.episode_gallery import Episodes, episodes_in
 from torchrl_lightning.inspection.leaves import Leaf
 from torchrl_lightning.inspection.sample_counts import SampleCounter
 
-MOST = 200_000_000  # cells to inspect at most
-SAMPLED = 4096  # sampled rows per entry, for figures and action bounds
-WIDE = 64  # a row with more numbers counts as an image
+MAX_CELLS = 200_000_000  # cells to inspect at most
+SAMPLE_ROWS = 4096  # sampled rows per entry, for figures and action bounds
+MAX_COLUMNS = 64  # a row with more numbers counts as an image
 BARS = 32
 ACTIONS = ("action", "actions")
-VALUES = 64  # largest range of a discrete action
+MAX_DISCRETE_VALUES = 64  # largest range of a discrete action
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,14 @@ class Priorities:
     """Concentration of the sampling probability.
 
     Attributes:
-        known: Number of cells with a positive, finite priority.
+        num_cells: Number of cells with a positive, finite priority.
         largest: The largest probability of a cell.
         half: The smallest number of cells with half of the probability together.
         effective: Effective sample size: the number of equally likely cells with the same rate of repeats.
         shares: Probability of each 1/32 of the cells, sorted from the largest priorities to the smallest.
     """
 
-    known: int
+    num_cells: int
     largest: float
     half: int
     effective: float
@@ -109,7 +109,7 @@ class Priorities:
 class Summary:
     """The statistics of one buffer."""
 
-    content: BufferView
+    view: BufferView
     entries: tuple[Entry, ...]
     episodes: Episodes | None
     ages: Ages | None
@@ -118,76 +118,82 @@ class Summary:
 
     def entry(self, *names: str) -> Entry | None:
         """Return the entry with one of these names, by the rules of :meth:`BufferView.find`."""
-        path = self.content.find(*names)
+        path = self.view.find(*names)
         return next((entry for entry in self.entries if entry.key == path), None)
 
 
-def summarize(content: BufferView) -> Summary:
+def summarize(view: BufferView) -> Summary:
     """Compute the statistics of a buffer.
 
     Args:
-        content: The buffer.
+        view: The buffer.
 
     Raises:
-        Fault: The buffer has more cells to inspect than the limit.
+        UserError: The buffer has more cells to inspect than the limit.
     """
-    if content.looked_at > MOST:
+    if view.num_inspected > MAX_CELLS:
         raise UserError(
-            f"{content.name} holds {content.looked_at:,} cells, of which at most {MOST:,} are looked at; "
-            "look at its newest ones: --last 10000000 (from Python: last=10_000_000)."
+            f"{view.name} has {view.num_inspected:,} cells, but at most {MAX_CELLS:,} can be inspected; "
+            "inspect only the newest ones: --last 10000000 (from Python: last=10_000_000)."
         )
     with np.errstate(all="ignore"):  # numbers may be infinite, and sums may overflow
-        entries = tuple(_entry(content, path, leaf) for path, leaf in content.leaves.items())
-        ages = _ages(content) if content.kind == "replay buffer" and content.looked_at else None
-        return Summary(content, entries, episodes_in(content), ages, _priorities(content.mass))
+        entries = tuple(_entry(view, path, leaf) for path, leaf in view.leaves.items())
+        ages = _ages(view) if view.kind == "replay buffer" and view.num_inspected else None
+        return Summary(view, entries, episodes_in(view), ages, _priorities(view.sampling_weights))
 
 
-def _entry(content: BufferView, path: tuple[str, ...], leaf: Leaf) -> Entry:
+def _entry(view: BufferView, path: tuple[str, ...], leaf: Leaf) -> Entry:
     first = leaf[:1]
     size, dtype = first.numel(), first.dtype
     low = torch.full((size,), math.inf, dtype=torch.float64)
     high, moments = -low, Moments.none()
-    nans = seen = taken = 0
-    every = max(1, content.looked_at // SAMPLED)
+    nans = num_seen = num_sampled = 0
+    stride = max(1, view.num_inspected // SAMPLE_ROWS)
     # Preallocate one array: small arrays between the pieces would keep the heap from reusing freed memory.
-    sample = np.empty((-(-content.looked_at // every), size if size <= WIDE else 1), np.float64)
-    for rows in content.pieces(leaf) if size and not dtype.is_complex else ():
+    sample = np.empty((-(-view.num_inspected // stride), size if size <= MAX_COLUMNS else 1), np.float64)
+    for rows in view.chunks(leaf) if size and not dtype.is_complex else ():
         rows = rows.reshape(-1, size)
-        picked = rows[-seen % every :: every]
-        picked = picked if size <= WIDE else picked[:, (size // 2) : (size // 2) + 1]
-        sample[taken : taken + len(picked)] = picked.double().numpy()
-        taken, seen = taken + len(picked), seen + len(rows)
-        narrow = dtype.is_floating_point and dtype.itemsize < 4
-        values = rows.to(torch.uint8) if dtype is torch.bool else rows.float() if narrow else rows
-        least, most = values.amin(0), values.amax(0)
-        if not bool((least.isfinite() & most.isfinite()).all()):
+        sampled_rows = rows[-num_seen % stride :: stride]
+        sampled_rows = sampled_rows if size <= MAX_COLUMNS else sampled_rows[:, (size // 2) : (size // 2) + 1]
+        sample[num_sampled : num_sampled + len(sampled_rows)] = sampled_rows.double().numpy()
+        num_sampled, num_seen = num_sampled + len(sampled_rows), num_seen + len(rows)
+        is_half_precision = dtype.is_floating_point and dtype.itemsize < 4
+        values = rows.to(torch.uint8) if dtype is torch.bool else rows.float() if is_half_precision else rows
+        chunk_low, chunk_high = values.amin(0), values.amax(0)
+        if not bool((chunk_low.isfinite() & chunk_high.isfinite()).all()):
             finite = values.isfinite()
             nans += values.numel() - int(finite.sum())
-            least = values.where(finite, math.inf).amin(0)
-            most = values.where(finite, -math.inf).amax(0)
+            chunk_low = values.where(finite, math.inf).amin(0)
+            chunk_high = values.where(finite, -math.inf).amax(0)
             values = values[finite]
         moments = moments.merged(_moments(values))
-        low, high = torch.minimum(low, least.double()), torch.maximum(high, most.double())
+        low, high = torch.minimum(low, chunk_low.double()), torch.maximum(high, chunk_high.double())
     number = moments.count
     counts: tuple[int, ...] = ()
-    if number and size == 1 and path[-1] in ACTIONS and not dtype.is_floating_point and float(high - low) < VALUES:
-        begin = min(int(rows.long().min()) for rows in content.pieces(leaf))
-        end = max(int(rows.long().max()) for rows in content.pieces(leaf)) + 1
-        parts = [torch.bincount(rows.long().ravel() - begin, minlength=end - begin) for rows in content.pieces(leaf)]
+    if (
+        number
+        and size == 1
+        and path[-1] in ACTIONS
+        and not dtype.is_floating_point
+        and float(high - low) < MAX_DISCRETE_VALUES
+    ):
+        begin = min(int(rows.long().min()) for rows in view.chunks(leaf))
+        end = max(int(rows.long().max()) for rows in view.chunks(leaf)) + 1
+        parts = [torch.bincount(rows.long().ravel() - begin, minlength=end - begin) for rows in view.chunks(leaf)]
         counts = tuple(torch.stack(parts).sum(0).tolist())
     return Entry(
         path,
         tuple(first.shape[1:]),
         str(dtype).removeprefix("torch."),
-        first.nbytes * content.count,
+        first.nbytes * view.count,
         float(low.min()) if number else math.nan,
         float(high.max()) if number else math.nan,
         float(moments.mean) if number else math.nan,
         math.sqrt(max(float(moments.variance), 0.0)) if number else math.nan,
         nans,
-        int((low == high).sum()) if content.looked_at > 1 and not nans else 0,
+        int((low == high).sum()) if view.num_inspected > 1 and not nans else 0,
         size,
-        sample[:taken],
+        sample[:num_sampled],
         counts,
     )
 
@@ -203,26 +209,28 @@ def _moments(values: Tensor) -> Moments:
     return Moments(len(flat), mean, flat.square_().sum(dtype=torch.float64))
 
 
-def _known(mass: Leaf, begin: int, end: int) -> NDArray[Any]:
+def _valid_priorities(mass: Leaf, begin: int, end: int) -> NDArray[Any]:
     """Return the priorities of a range of cells; 0 for cells that cannot be sampled."""
-    known: NDArray[Any] = np.zeros(end - begin, mass[:0].numpy().dtype)
-    found = mass[begin:end].numpy()
-    known[: len(found)] = np.where((found > 0) & (found < np.inf), found, 0)
-    return known
+    valid: NDArray[Any] = np.zeros(end - begin, mass[:0].numpy().dtype)
+    stored = mass[begin:end].numpy()
+    valid[: len(stored)] = np.where((stored > 0) & (stored < np.inf), stored, 0)
+    return valid
 
 
-def _ages(content: BufferView) -> Ages:
-    oldest = int((content.behind - content.first).max()) - 1
+def _ages(view: BufferView) -> Ages:
+    oldest = int((view.stop - view.first).max()) - 1
     width = -(-(oldest + 1) // BARS)
     stored, drawn, total, drawn_total = np.zeros(BARS), np.zeros(BARS), 0.0, 0.0
-    for _, cells, _, age in content.walk(32):
-        begin, span, drawn_by = int(cells[0]), age // width, None
-        if content.mass is not None:
-            drawn_by = _known(content.mass, begin, int(cells[-1]) + 1)[cells - begin].astype(np.float64)
+    for _, cells, _, age in view.walk(32):
+        begin, span, weights = int(cells[0]), age // width, None
+        if view.sampling_weights is not None:
+            weights = _valid_priorities(view.sampling_weights, begin, int(cells[-1]) + 1)[cells - begin].astype(
+                np.float64
+            )
         stored += np.bincount(span, minlength=BARS)
-        drawn += np.bincount(span, drawn_by, BARS)
+        drawn += np.bincount(span, weights, BARS)
         total += float(age.sum())
-        drawn_total += float(age.sum() if drawn_by is None else np.dot(age, drawn_by))
+        drawn_total += float(age.sum() if weights is None else np.dot(age, weights))
     stored_sum, drawn_sum = float(stored.sum()), float(drawn.sum()) or 1.0
     bars = [tuple((part / number).tolist()) for part, number in ((stored, stored_sum), (drawn, drawn_sum))]
     return Ages(oldest, total / stored_sum, drawn_total / drawn_sum, *bars)
@@ -231,18 +239,18 @@ def _ages(content: BufferView) -> Ages:
 def _priorities(leaf: Leaf | None) -> Priorities | None:
     if leaf is None:
         return None
-    mass, known = np.empty(len(leaf), leaf[:0].numpy().dtype), 0
-    for begin in range(0, len(leaf), PIECE // 16):
-        part = _known(leaf, begin, min(begin + PIECE // 16, len(leaf)))
+    mass, num_cells = np.empty(len(leaf), leaf[:0].numpy().dtype), 0
+    for begin in range(0, len(leaf), CHUNK_BYTES // 16):
+        part = _valid_priorities(leaf, begin, min(begin + CHUNK_BYTES // 16, len(leaf)))
         part = part[part > 0]
-        mass[known : known + len(part)] = part
-        known += len(part)
-    if not known:
+        mass[num_cells : num_cells + len(part)] = part
+        num_cells += len(part)
+    if not num_cells:
         return None
-    mass = mass[:known]
+    mass = mass[:num_cells]
     mass.sort()
     mass = mass[::-1]  # the largest first
-    edges = np.linspace(0, known, BARS + 1).astype(np.int64)
+    edges = np.linspace(0, num_cells, BARS + 1).astype(np.int64)
     sums, scaled_sum, squares = np.zeros(BARS + 1), 0.0, 0.0
     for number in range(BARS):
         part = mass[edges[number] : edges[number + 1]].astype(np.float64)
@@ -254,4 +262,4 @@ def _priorities(leaf: Leaf | None) -> Priorities | None:
     inside = np.append(sums[block], mass[edges[block] : edges[block + 1]]).cumsum()
     half = int(edges[block] + np.searchsorted(inside, total / 2))
     shares = np.diff(sums) / total
-    return Priorities(known, float(mass[0]) / total, half, scaled_sum**2 / squares, tuple(shares.tolist()))
+    return Priorities(num_cells, float(mass[0]) / total, half, scaled_sum**2 / squares, tuple(shares.tolist()))

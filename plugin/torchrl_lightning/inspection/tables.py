@@ -20,15 +20,15 @@ from torchrl_lightning.inspection.summary import Entry, Summary
 
 def title_of(summary: Summary) -> str:
     """Return one line with the name, kind and fill level of a buffer."""
-    content = summary.content
-    if content.kind == "demonstrations":
+    view = summary.view
+    if view.kind == "demonstrations":
         number = 0 if summary.episodes is None else len(summary.episodes)
-        return f"{content.name}: {number} demonstrations, {content.count:,} steps, {format_bytes(_bytes(summary))}"
-    full = f"{content.count / content.capacity:.0%}" if content.capacity else "0%"
-    newest = "" if content.looked_at == content.count else f"; below, the newest {content.looked_at:,}"
+        return f"{view.name}: {number} demonstrations, {view.count:,} steps, {format_bytes(_bytes(summary))}"
+    full = f"{view.count / view.capacity:.0%}" if view.capacity else "0%"
+    newest = "" if view.num_inspected == view.count else f"; below, only the newest {view.num_inspected:,}"
     return (
-        f"{content.name}: {content.kind}, {content.count:,} of {content.capacity:,} cells ({full}), "
-        f"{content.num_envs} environment{'s' * (content.num_envs > 1)}, {format_bytes(_bytes(summary))}{newest}"
+        f"{view.name}: {view.kind}, {view.count:,} of {view.capacity:,} cells ({full}), "
+        f"{view.num_envs} environment{'s' * (view.num_envs > 1)}, {format_bytes(_bytes(summary))}{newest}"
     )
 
 
@@ -38,7 +38,7 @@ def _bytes(summary: Summary) -> int:
 
 def entry_rows(summary: Summary) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the header and the rows of the table of entries."""
-    heads = ("entry", "shape", "dtype", "bytes", "least", "mean", "std", "most")
+    header = ("entry", "shape", "dtype", "bytes", "least", "mean", "std", "most")
     rows = [
         (
             *(entry.name, _shape(entry), entry.dtype, format_bytes(entry.bytes)),
@@ -46,7 +46,7 @@ def entry_rows(summary: Summary) -> tuple[tuple[str, ...], list[tuple[str, ...]]
         )
         for entry in summary.entries
     ]
-    return heads, rows
+    return header, rows
 
 
 def _shape(entry: Entry) -> str:
@@ -55,32 +55,44 @@ def _shape(entry: Entry) -> str:
 
 def facts(summary: Summary) -> list[tuple[str, str]]:
     """Return labels and descriptions of the episodes, ages, priorities and samples."""
-    found = [] if summary.episodes is None else list(_episode_facts(summary.episodes))
+    lines = [] if summary.episodes is None else list(_episode_facts(summary.episodes))
     if summary.ages is not None:
         ages = summary.ages
-        found.append(("age", f"0 to {ages.oldest:,} steps of an environment; mean {ages.mean:.4g}"))
-        found.append(("age of what is drawn", f"mean {ages.drawn:.4g}"))
+        lines.append(("age", f"0 to {ages.oldest:,} steps of an environment; mean {ages.mean:.4g}"))
+        lines.append(("age of sampled steps", f"mean {ages.drawn:.4g}"))
     if summary.priorities is not None:
-        held = summary.priorities
-        found.append(("priorities", f"{held.known:,} steps; the largest holds {held.largest:.2%} of the mass"))
-        found.append(("half of the mass", f"in {held.half:,} steps; as {held.effective:,.0f} equal ones would repeat"))
+        priorities = summary.priorities
+        lines.append(
+            (
+                "priorities",
+                f"{priorities.num_cells:,} steps; the largest has {priorities.largest:.2%} of the sampling probability",
+            )
+        )
+        lines.append(
+            (
+                "half of the probability",
+                f"in {priorities.half:,} steps; effective sample size {priorities.effective:,.0f}",
+            )
+        )
     if summary.draws is not None:
         draws = summary.draws
-        never = 1 - int((draws.counts > 0).sum()) / max(summary.content.count, 1)
-        told = f"{draws.number:,} steps counted, one batch in {EVERY}; mean age {draws.mean_age:.4g}"
-        found.append(("drawn in this run", told))
-        found.append(("of what is stored", f"{max(never, 0):.0%} not in those batches; one step {draws.most:,} times"))
-    return found
+        undrawn_share = 1 - int((draws.counts > 0).sum()) / max(summary.view.count, 1)
+        counted = f"{draws.number:,} steps counted, one batch in {EVERY}; mean age {draws.mean_age:.4g}"
+        lines.append(("sampled in this run", counted))
+        lines.append(
+            ("of the stored steps", f"{max(undrawn_share, 0):.0%} not in these batches; one step {draws.most:,} times")
+        )
+    return lines
 
 
 def _episode_facts(episodes: Episodes) -> Iterator[tuple[str, str]]:
-    ends = np.bincount(episodes.end, minlength=len(ENDS))
-    said = ", ".join(f"{count:,} {name}" for name, count in zip(ENDS, ends, strict=True) if count)
-    yield "episodes", f"{len(episodes):,}: {said}" if said else "none"
-    whole = episodes.whole
-    if whole.any():
-        yield "lengths", f"{_spread(episodes.length[whole])} over {int(whole.sum()):,} whole ones"
-        yield "returns", _spread(episodes.returned[whole])
+    ends = np.bincount(episodes.end_kind, minlength=len(ENDS))
+    end_counts = ", ".join(f"{count:,} {name}" for name, count in zip(ENDS, ends, strict=True) if count)
+    yield "episodes", f"{len(episodes):,}: {end_counts}" if end_counts else "none"
+    complete = episodes.is_complete
+    if complete.any():
+        yield "lengths", f"{_spread(episodes.length[complete])} over {int(complete.sum()):,} complete ones"
+        yield "returns", _spread(episodes.episode_return[complete])
 
 
 def _spread(values: NDArray[Any]) -> str:
@@ -91,14 +103,14 @@ def _spread(values: NDArray[Any]) -> str:
 
 def tables(summary: Summary) -> RenderableType:
     """Build the tables of one buffer."""
-    heads, rows = entry_rows(summary)
-    entries = Table(*heads, title=Text(title_of(summary)), title_justify="left")
+    header, rows = entry_rows(summary)
+    entries = Table(*header, title=Text(title_of(summary)), title_justify="left")
     for column in entries.columns[3:]:
         column.justify = "right"
     for row in rows:
         entries.add_row(*map(Text, row))
-    known = Table(show_header=False)
-    for name, told in facts(summary):
-        known.add_row(Text(name), Text(told))
-    wrong = [Text(f"! {finding}", style="bold red") for finding in findings(summary)]
-    return Group(entries, *([known] if known.row_count else []), *(wrong or [Text("nothing looks wrong")]))
+    fact_table = Table(show_header=False)
+    for name, text in facts(summary):
+        fact_table.add_row(Text(name), Text(text))
+    warnings = [Text(f"! {finding}", style="bold red") for finding in findings(summary)]
+    return Group(entries, *([fact_table] if fact_table.row_count else []), *(warnings or [Text("nothing looks wrong")]))

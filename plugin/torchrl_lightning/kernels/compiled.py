@@ -15,8 +15,8 @@ from typing import Any
 logger = logging.getLogger(__name__)
 PACKAGE = __name__.partition(".")[0]
 COMPILING = "Compiling (first run only)"
-_IN_ANY_ORDER: set[Callable[..., Any]] = set()
-_WHEN_COMPILING: list[Callable[[], None]] = []
+_FASTMATH_KERNELS: set[Callable[..., Any]] = set()
+_COMPILE_CALLBACKS: list[Callable[[], None]] = []
 
 
 def fastmath(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,7 +24,7 @@ def fastmath(function: Callable[..., Any]) -> Callable[..., Any]:
 
     NaN and infinity are still computed correctly.
     """
-    _IN_ANY_ORDER.add(function)
+    _FASTMATH_KERNELS.add(function)
     return function
 
 
@@ -41,11 +41,11 @@ def jitted(function: Callable[..., Any]) -> Callable[..., Any]:
     numba = _numba()
     assert isinstance(function, FunctionType)
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-    if function in _IN_ANY_ORDER:
+    if function in _FASTMATH_KERNELS:
         options["fastmath"] = {"reassoc", "contract", "nsz"}
-    known = function.__globals__
-    called = {name: _callee(known[name]) for name in function.__code__.co_names if name in known}
-    function = FunctionType(function.__code__, {**known, **called}, function.__name__, None, function.__closure__)
+    namespace = function.__globals__
+    callees = {name: _callee(namespace[name]) for name in function.__code__.co_names if name in namespace}
+    function = FunctionType(function.__code__, {**namespace, **callees}, function.__name__, None, function.__closure__)
     try:
         return numba.njit(function, cache=True, **options)
     except RuntimeError:  # numba finds no writable folder for its cache
@@ -56,36 +56,36 @@ def jitted(function: Callable[..., Any]) -> Callable[..., Any]:
 def _numba() -> Any:
     import numba
 
-    _watch_compilation()
+    _listen_to_compilation()
     return numba
 
 
-def when_compiling(action: Callable[[], None]) -> Callable[[], None]:
-    """Call ``action`` instead of logging when compilation of a kernel starts; return a function that removes it.
+def when_compiling(callback: Callable[[], None]) -> Callable[[], None]:
+    """Call ``callback`` instead of logging when compilation of a kernel starts; return a function that removes it.
 
     Compiling all kernels of a run can take many seconds. Kernels from the cache on disk are not compiled.
     """
-    _WHEN_COMPILING.append(action)
-    return lambda: _WHEN_COMPILING.remove(action)
+    _COMPILE_CALLBACKS.append(callback)
+    return lambda: _COMPILE_CALLBACKS.remove(callback)
 
 
-def _watch_compilation() -> None:
+def _listen_to_compilation() -> None:
     from numba.core import event
 
-    class Watch(event.Listener):  # type: ignore[misc, name-defined, unused-ignore]
-        told = False
+    class CompileListener(event.Listener):  # type: ignore[misc, name-defined, unused-ignore]
+        is_announced = False
 
         def on_start(self, event: Any) -> None:
-            for action in tuple(_WHEN_COMPILING):
-                action()
-            if not (self.told or _WHEN_COMPILING):
-                logger.info("%s: kernels are compiled once and kept on disk.", COMPILING)
-                self.told = True
+            for callback in tuple(_COMPILE_CALLBACKS):
+                callback()
+            if not (self.is_announced or _COMPILE_CALLBACKS):
+                logger.info("%s: kernels are compiled once and cached on disk.", COMPILING)
+                self.is_announced = True
 
         def on_end(self, event: Any) -> None:
             pass
 
-    event.register("numba:compile", Watch())
+    event.register("numba:compile", CompileListener())
 
 
 def _callee(value: Any) -> Any:
@@ -104,7 +104,7 @@ class Intrinsic:
 
     def __call__(self, *arguments: Any) -> Any:
         """Raise a TypeError, because Python cannot run this function."""
-        raise TypeError(f"{self.name} is called by compiled kernels alone; call the kernel through jitted().")
+        raise TypeError(f"{self.name} can only be called by compiled kernels; call the kernel through jitted().")
 
 
 prefetch = Intrinsic("prefetch")  # (address): requests its cache line without waiting; any address is valid
@@ -121,15 +121,15 @@ def _intrinsics() -> dict[str, Any]:
     from numba.core import cgutils
     from numba.extending import intrinsic
 
-    number, byte_pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+    int32, byte_pointer = ir.IntType(32), ir.IntType(8).as_pointer()
 
     @intrinsic
     def prefetch(_: Any, address: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            kind = ir.FunctionType(ir.VoidType(), [byte_pointer, number, number, number])
-            function = builder.module.declare_intrinsic("llvm.prefetch", [byte_pointer], kind)
+            function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, int32, int32, int32])
+            function = builder.module.declare_intrinsic("llvm.prefetch", [byte_pointer], function_type)
             # For reading (0), into the nearest cache (3), data (1).
-            builder.call(function, [builder.inttoptr(arguments[0], byte_pointer), number(0), number(3), number(1)])
+            builder.call(function, [builder.inttoptr(arguments[0], byte_pointer), int32(0), int32(3), int32(1)])
             return context.get_dummy_value()
 
         return types.void(types.intp), generate
@@ -137,8 +137,8 @@ def _intrinsics() -> dict[str, Any]:
     @intrinsic
     def copy_bytes(_: Any, target: Any, source: Any, size: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            there, here = (builder.inttoptr(address, byte_pointer) for address in arguments[:2])
-            cgutils.raw_memcpy(builder, there, here, arguments[2], 1)
+            target_pointer, source_pointer = (builder.inttoptr(address, byte_pointer) for address in arguments[:2])
+            cgutils.raw_memcpy(builder, target_pointer, source_pointer, arguments[2], 1)
             return context.get_dummy_value()
 
         return types.void(types.intp, types.intp, types.intp), generate

@@ -40,18 +40,18 @@ def locate(env: Any, position: Any, rings: Any, episodes: Any, first: Any, last:
         first: output: position of the episode's first step, ``[n]``; this step may be overwritten already.
         last: output: position of the episode's last step, ``[n]``.
     """
-    (length, positions, floor), (column, _, begin, running, headless_end) = rings, episodes
+    (length, positions, valid_from), (column, _, begin, running, headless_end) = rings, episodes
     width = len(positions)
     for i in range(len(env)):
-        e = env[i]
+        ring = env[i]
         # A first step stores its own position or its episode's last one. Other steps store the first one.
-        first[i] = start = min(column[position[i] % length * width + e], position[i])
-        if running[e] and start == begin[e]:
-            last[i] = positions[e] - 1
-        elif start >= max(positions[e] - length, floor[e]):
-            last[i] = column[start % length * width + e]
+        first[i] = start = min(column[position[i] % length * width + ring], position[i])
+        if running[ring] and start == begin[ring]:
+            last[i] = positions[ring] - 1
+        elif start >= max(positions[ring] - length, valid_from[ring]):
+            last[i] = column[start % length * width + ring]
         else:
-            last[i] = headless_end[e]
+            last[i] = headless_end[ring]
 
 
 def bounds(
@@ -72,18 +72,18 @@ def bounds(
     Returns:
         Whether all steps are stored; if not, nothing is written.
     """
-    length, positions, floor = rings
+    length, positions, valid_from = rings
     for i in range(len(env)):
-        e = env[i]
-        if e < 0 or e >= len(positions):
+        ring = env[i]
+        if ring < 0 or ring >= len(positions):
             return False
-        if position[i] < max(positions[e] - length, floor[e]) or position[i] >= positions[e]:
+        if position[i] < max(positions[ring] - length, valid_from[ring]) or position[i] >= positions[ring]:
             return False
-    begins = first if len(first) else np.empty(len(env), np.int64)
-    locate(env, position, rings, episodes, begins, last)
+    first_positions = first if len(first) else np.empty(len(env), np.int64)
+    locate(env, position, rings, episodes, first_positions, last)
     for i in range(len(env)):
         if clip:
-            begins[i] = max(begins[i], positions[env[i]] - length, floor[env[i]])
+            first_positions[i] = max(first_positions[i], positions[env[i]] - length, valid_from[env[i]])
         if relative:
             last[i] -= position[i]
     return True

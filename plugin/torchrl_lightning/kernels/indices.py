@@ -15,16 +15,16 @@ def integers(value: Any, name: str, device: torch.device | None = None) -> Tenso
         TypeError: the values are floats, booleans or not numbers; the message starts with ``name``.
     """
     try:
-        found = torch.as_tensor(value, device=device)
+        index = torch.as_tensor(value, device=device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} must be integers, got {value!r}.") from error
-    if found.numel() and (found.dtype.is_floating_point or found.dtype.is_complex or found.dtype is torch.bool):
-        raise TypeError(f"{name} must be integers, got {found.dtype}.")
-    return found.to(torch.int64)
+    if index.numel() and (index.dtype.is_floating_point or index.dtype.is_complex or index.dtype is torch.bool):
+        raise TypeError(f"{name} must be integers, got {index.dtype}.")
+    return index.to(torch.int64)
 
 
 def unique_last(index: Tensor) -> Tensor:
     """Return the position of the last occurrence of each distinct index."""
     unique, inverse = torch.unique(index, return_inverse=True)
-    places = torch.arange(index.numel(), device=index.device)
-    return torch.zeros_like(unique).scatter_reduce_(0, inverse, places, "amax", include_self=False)
+    positions = torch.arange(index.numel(), device=index.device)
+    return torch.zeros_like(unique).scatter_reduce_(0, inverse, positions, "amax", include_self=False)

@@ -29,39 +29,39 @@ def write_returns(
     Returns:
         Whether an episode ends in one of the cells.
     """
-    (length, positions, floor), (gamma, lowest, highest) = rings, factors
+    (length, positions, valid_from), (gamma, lowest, highest) = rings, factors
     width, features = len(positions), reward.shape[1]
-    closing = cells[episodes[1][cells]]
-    count = len(closing)
-    ids, final, first, last = np.empty((4, count), np.int64)
-    steps_of(closing, length, positions, ids, final)
-    locate(ids, final, rings, episodes, first, last)
+    ending_cells = cells[episodes[1][cells]]
+    count = len(ending_cells)
+    ids, end_positions, first, last = np.empty((4, count), np.int64)
+    steps_of(ending_cells, length, positions, ids, end_positions)
+    locate(ids, end_positions, rings, episodes, first, last)
     carry = np.zeros(features, out.dtype)
     for i in range(count):
-        env, end = ids[i], final[i]
-        low = max(first[i], positions[env] - length, floor[env]) + shift
-        known = end - low + 1  # rows up to the last terminal step
-        while known > 0 and (ends[(low + known - 1) % length * width + env] == 0) != at_zero:
-            known -= 1
-        if known <= 0:
+        env, end_position = ids[i], end_positions[i]
+        start = max(first[i], positions[env] - length, valid_from[env]) + shift
+        num_rows = end_position - start + 1  # rows up to the last terminal step
+        while num_rows > 0 and (ends[(start + num_rows - 1) % length * width + env] == 0) != at_zero:
+            num_rows -= 1
+        if num_rows <= 0:
             continue
-        returns, discount = np.empty(known * features, out.dtype), np.empty(known * features, out.dtype)
-        for k in range(known):
-            cell = (low + k) % length * width + env
-            over = (ends[cell] == 0) == at_zero
+        returns, discount = np.empty(num_rows * features, out.dtype), np.empty(num_rows * features, out.dtype)
+        for k in range(num_rows):
+            cell = (start + k) % length * width + env
+            is_terminal = (ends[cell] == 0) == at_zero
             for f in range(features):
                 returns[k * features + f] = min(max(reward[cell, f], lowest), highest)
-                discount[k * features + f] = 0.0 if over else gamma
+                discount[k * features + f] = 0.0 if is_terminal else gamma
         scan_rows(returns, discount, carry, features, True)
-        for k in range(known):
-            cell = (low + k - shift) % length * width + env
+        for k in range(num_rows):
+            cell = (start + k - shift) % length * width + env
             for f in range(features):
                 out[cell, f] = returns[k * features + f]
     return count > 0
 
 
 def n_step_returns(
-    cells: Any, rings: Any, episodes: Any, how: Any, rewards: Any, last: Any, total: Any, steps: Any, gamma: Any
+    cells: Any, rings: Any, episodes: Any, horizon: Any, rewards: Any, last: Any, total: Any, steps: Any, gamma: Any
 ) -> None:
     """Sum the rewards of n steps from each cell within its episode (numba).
 
@@ -69,29 +69,29 @@ def n_step_returns(
         cells: cells of the first steps, any shape ``[*B]``.
         rings: as in :func:`locate`.
         episodes: as in :func:`locate`.
-        how: maximum number of steps, and the discount of one step.
+        horizon: maximum number of steps, and the discount of one step.
         rewards: rewards of all cells, ``[cells, *F]``.
         last: output: cells of the last steps, ``[*B]``.
         total: output: discounted sums of rewards, ``[*B, *F]``.
         steps: output: numbers of steps, ``[*B]``.
         gamma: output: discounts after the last steps, ``[*B]``.
     """
-    (length, positions, _), (most, factor) = rings, how
-    chosen, width, size = cells.reshape(-1), len(positions), len(rewards)
-    final, taken, discounts = last.reshape(-1), steps.reshape(-1), gamma.reshape(-1)
-    reward, sums = rewards.reshape(size, -1), total.reshape(len(chosen), -1)
-    env, position, first, end = np.empty((4, len(chosen)), np.int64)
-    steps_of(chosen, length, positions, env, position)
+    (length, positions, _), (max_steps, step_discount) = rings, horizon
+    flat_cells, width, size = cells.reshape(-1), len(positions), len(rewards)
+    flat_last, flat_steps, flat_gamma = last.reshape(-1), steps.reshape(-1), gamma.reshape(-1)
+    reward, sums = rewards.reshape(size, -1), total.reshape(len(flat_cells), -1)
+    env, position, first, end = np.empty((4, len(flat_cells)), np.int64)
+    steps_of(flat_cells, length, positions, env, position)
     locate(env, position, rings, episodes, first, end)
-    for row in range(len(chosen)):
-        cell, count, discount = chosen[row], min(most, end[row] - position[row] + 1), factor
-        for place in range(reward.shape[1]):
-            sums[row, place] = reward[cell, place]
+    for row in range(len(flat_cells)):
+        cell, count, discount = flat_cells[row], min(max_steps, end[row] - position[row] + 1), step_discount
+        for feature in range(reward.shape[1]):
+            sums[row, feature] = reward[cell, feature]
         for _ in range(count - 1):
             cell += width
             if cell >= size:
                 cell -= size
-            for place in range(reward.shape[1]):
-                sums[row, place] += discount * reward[cell, place]
-            discount *= factor
-        final[row], taken[row], discounts[row] = cell, count, discount
+            for feature in range(reward.shape[1]):
+                sums[row, feature] += discount * reward[cell, feature]
+            discount *= step_discount
+        flat_last[row], flat_steps[row], flat_gamma[row] = cell, count, discount

@@ -13,20 +13,26 @@ NOTHING = np.empty(0, np.int32)
 
 
 def write(
-    table: Any, starts: Any, index: Any, priority: Any, drawn: Any, new: bool, power: tuple[float, float, float]
+    table: Any,
+    starts: Any,
+    index: Any,
+    priority: Any,
+    drawn_generations: Any,
+    is_new: bool,
+    power: tuple[float, float, float],
 ) -> tuple[int, int, int, float, int]:
     """Set priorities and the sum tree over their powers (numba), after validating all arguments.
 
-    New cells were just written; they all get the same priority. Otherwise each cell gets its own. The kernel then skips
-    empty cells and cells of another generation than ``drawn`` (if given). It always skips -1. Leaves outside of
-    ``starts`` (see :class:`Starts`) are zero.
+    If ``is_new``, the cells were just written and all get the same priority. Otherwise each cell gets its own, and the
+    kernel skips empty cells and cells of another generation than ``drawn_generations`` (if given). It always skips -1.
+    Leaves outside of ``starts`` (see :class:`Starts`) are zero.
 
     Returns:
         Position of the first invalid index or priority, or -1; number of previously empty cells; change of the number
         of nonzero leaves; the largest priority (0 if the cells are new); the last cell.
     """
     (nodes, priorities, generations), (eps, alpha, limit), (begin, end, length) = table, power, starts
-    count, width, stride = len(index), len(nodes) // 2, 0 if new else 1
+    count, width, stride = len(index), len(nodes) // 2, 0 if is_new else 1
     leaves = np.empty(len(priority), nodes.dtype)
     for i in range(len(priority)):
         leaf = priority[i] + eps
@@ -37,32 +43,32 @@ def write(
         if index[i] < -1 or index[i] >= len(priorities) or leaves[i * stride] < 0.0:
             return i, 0, 0, 0.0, -1
     pending = np.empty(count, np.int64)
-    size, above, fresh, change, largest, last = 0, -1, 0, 0, 0.0, -1
+    num_pending, last_parent, num_filled, nonzero_change, largest_priority, last = 0, -1, 0, 0, 0.0, -1
     for i in range(count):
         cell = index[i]
-        if cell < 0 or (len(drawn) and drawn[i] != generations[cell]):
+        if cell < 0 or (len(drawn_generations) and drawn_generations[i] != generations[cell]):
             continue
-        if new:
-            fresh += int(priorities[cell] < 0)
+        if is_new:
+            num_filled += int(priorities[cell] < 0)
             generations[cell] += 1
         elif priorities[cell] < 0:
             continue
         else:
-            largest = max(largest, priority[i])
+            largest_priority = max(largest_priority, priority[i])
         priorities[cell], leaf = priority[i * stride], leaves[i * stride]
         if length:
             envs = len(begin)
             env = cell % max(envs, 1)
             if not envs or (cell // envs - begin[env]) % length >= end[env] - begin[env]:
                 leaf *= 0
-        change += int(leaf != 0.0) - int(nodes[width + cell] != 0.0)
+        nonzero_change += int(leaf != 0.0) - int(nodes[width + cell] != 0.0)
         nodes[width + cell] = leaf
         last = max(last, cell)
         parent = (width + cell) >> LEVELS
-        size += int(parent != above)
-        pending[size - 1] = above = parent
-    climb(nodes, width, SUM, pending, size)
-    return -1, fresh, change, largest, last
+        num_pending += int(parent != last_parent)
+        pending[num_pending - 1] = last_parent = parent
+    climb(nodes, width, SUM, pending, num_pending)
+    return -1, num_filled, nonzero_change, largest_priority, last
 
 
 def draw(
@@ -117,8 +123,8 @@ def draw(
         scale = nonzero / total
         for i in range(count - 1, -1, -1):  # backwards, to read each entry before it is overwritten
             cell, weight, stamp, ratio = cells[i], weights[i], stamps[i], mass[i] * scale
-            for place in range(i * steps, (i + 1) * steps):
-                cells[place], weights[place], stamps[place], ratios[place] = cell, weight, stamp, ratio
+            for row in range(i * steps, (i + 1) * steps):
+                cells[row], weights[row], stamps[row], ratios[row] = cell, weight, stamp, ratio
                 cell += stride
                 if cell >= size:
                     cell -= size

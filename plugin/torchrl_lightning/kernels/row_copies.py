@@ -12,7 +12,7 @@ from torchrl_lightning.kernels.compiled import copy_bytes, load, prefetch
 NO_LEAVES = (np.empty(0, np.int64), np.empty((0, 2), np.int64))
 NO_FLAGS = np.empty((0, 0), np.bool_)
 
-AHEAD = 8  # rows that are prefetched before they are read
+PREFETCH_ROWS = 8  # rows that are prefetched before they are read
 
 
 def write_steps(
@@ -20,11 +20,11 @@ def write_steps(
     leaves: Any,
     cells: Any,
     ids: Any,
-    together: bool,
+    in_lockstep: bool,
     steps: int,
     length: int,
     positions: Any,
-    floor: Any,
+    valid_from: Any,
     counters: Any,
     episodes: Any,
     done: Any,
@@ -37,11 +37,11 @@ def write_steps(
         leaves: address of the cells and bytes of a row of each leaf, ``[L, 2]``.
         cells: output: cell of each row, ``[steps * M]``.
         ids: the environments, ``[M]``.
-        together: whether ``ids`` are all environments in order at the same position; then rows are copied as one block.
+        in_lockstep: whether ``ids`` are all environments in order at the same position; rows are then one block.
         steps: number of steps of each environment.
         length: cells of a ring.
         positions: next position of each environment, ``[num_envs]``; updated.
-        floor: lowest valid position of each environment, ``[num_envs]``; updated.
+        valid_from: lowest valid position of each environment, ``[num_envs]``; updated.
         counters: rows written, restart offset, and version of the rings; the first and the last are increased.
         episodes: arrays of the episode index; may be empty.
         done: whether a step ends its episode, ``[steps, M]``; empty without an episode index.
@@ -51,16 +51,16 @@ def write_steps(
     count, num_envs = len(ids), len(positions)
     for i in range(count):
         env = ids[i]
-        start, lowest = positions[env], floor[env]
+        start, lowest_valid = positions[env], valid_from[env]
         # Mark the overwritten steps as invalid before the copy.
-        floor[env] = max(lowest, start + steps - length)
+        valid_from[env] = max(lowest_valid, start + steps - length)
         for step in range(steps):
             position = start + step
             cell = position % length * num_envs + env
             cells[step * count + i] = cell
             if len(done) == 0:
                 continue
-            oldest = max(position - length, lowest)
+            oldest = max(position - length, lowest_valid)
             if running[env] and len(init) and init[step, i]:
                 running[env] = False
                 if begin[env] >= oldest:
@@ -75,21 +75,21 @@ def write_steps(
             column[cell], done_column[cell] = begin[env], done[step, i]
             running[env] = not done[step, i]
             if done[step, i]:
-                if begin[env] >= max(position - length + 1, lowest):
+                if begin[env] >= max(position - length + 1, lowest_valid):
                     column[begin[env] % length * num_envs + env] = position
                 else:
                     headless_end[env] = position
     skipped = max(0, steps - length)  # later steps would overwrite these
     for leaf in range(len(sources)):
         source, (target, size) = sources[leaf], leaves[leaf]
-        if together:
-            slot, left = (positions[ids[0]] + skipped) % length, steps - skipped
+        if in_lockstep:
+            slot, remaining = (positions[ids[0]] + skipped) % length, steps - skipped
             source += skipped * count * size
-            while left > 0:
-                rows = min(left, length - slot)
+            while remaining > 0:
+                rows = min(remaining, length - slot)
                 copy_bytes(target + slot * count * size, source, rows * count * size)
                 source += rows * count * size
-                slot, left = 0, left - rows
+                slot, remaining = 0, remaining - rows
         else:
             for row in range(skipped * count, steps * count):
                 copy_bytes(target + cells[row] * size, source + row * size, size)
@@ -99,13 +99,13 @@ def write_steps(
     counters[2] += 1
 
 
-def gather(targets: Any, leaves: Any, middle: int, cells: int, after: int, count: int, limit: int) -> int:
+def gather(targets: Any, leaves: Any, first_after_leaf: int, cells: int, after: int, count: int, limit: int) -> int:
     """Read cells (numba).
 
     Args:
         targets: output address of each leaf, ``[L]``.
         leaves: address of the cells and bytes of a row of each leaf, ``[L, 2]``.
-        middle: leaves from this one on read the cells ``after``.
+        first_after_leaf: leaves from this one on read the cells ``after``.
         cells: address of the cell numbers, int64.
         after: address of the second cell numbers, int64; may equal ``cells``.
         count: number of cells.
@@ -116,10 +116,10 @@ def gather(targets: Any, leaves: Any, middle: int, cells: int, after: int, count
     """
     index = np.empty(count, np.int64)
     for leaf in range(len(leaves)):
-        if leaf == 0 or (leaf == middle and after != cells):
-            numbers = cells if leaf < middle else after
+        if leaf == 0 or (leaf == first_after_leaf and after != cells):
+            numbers_address = cells if leaf < first_after_leaf else after
             for i in range(count):
-                index[i] = load(numbers + 8 * i)
+                index[i] = load(numbers_address + 8 * i)
                 if index[i] < 0 or index[i] >= limit:
                     return i
         target, (source, size) = targets[leaf], leaves[leaf]
@@ -135,9 +135,9 @@ def gather(targets: Any, leaves: Any, middle: int, cells: int, after: int, count
                 copy_bytes(target + i * 8, source + index[i] * 8, 8)
         else:
             for i in range(count):
-                if i + AHEAD < count:
-                    ahead = source + index[i + AHEAD] * size
-                    for line in range(ahead, ahead + min(size, 4 * LINE), LINE):
-                        prefetch(line)
+                if i + PREFETCH_ROWS < count:
+                    address = source + index[i + PREFETCH_ROWS] * size
+                    for line_address in range(address, address + min(size, 4 * LINE), LINE):
+                        prefetch(line_address)
                 copy_bytes(target + i * size, source + index[i] * size, size)
     return -1

@@ -42,7 +42,7 @@ LIKE: dict[torch.dtype, NDArray[Any]] = {
 
 def runs_on_numba(x: Tensor, *others: Tensor) -> bool:
     """Return whether the compiled kernels support these tensors: CPU, float32 or float64, no gradient needed."""
-    return x.is_cpu and x.dtype in LIKE and not _wants_gradient(x, *others)
+    return x.is_cpu and x.dtype in LIKE and not _requires_grad(x, *others)
 
 
 def is_plain(floats: tuple[Tensor, ...], flags: tuple[Tensor, ...]) -> bool:
@@ -109,8 +109,8 @@ def discounted_scan(
     tensor([2., 2., 2.])
     """
     _check(x, dim, backend)
-    moved = x.movedim(dim, 0)
-    shape = moved.shape
+    time_major = x.movedim(dim, 0)
+    shape = time_major.shape
     c = _expand("discount", discount, x)
     c = c.movedim(dim, 0) if c.dim() else c
     y0 = None if initial is None else _expand("initial", initial, x.new_empty(()).expand(shape[1:]))
@@ -118,34 +118,33 @@ def discounted_scan(
         return torch.empty_like(x)
 
     tensors = (x, c) if y0 is None else (x, c, y0)
-    served = runs_on_numba(*tensors)
-    if backend == "numba" and not served:
+    is_supported = runs_on_numba(*tensors)
+    if backend == "numba" and not is_supported:
         raise ValueError(
-            f"discounted_scan: the numba backend serves float32 and float64 tensors on the CPU that need no gradient; "
-            f"got {x.dtype} on {x.device}, with gradients wanted: {_wants_gradient(*tensors)}; "
-            "use backend='torch' or 'auto'"
+            "discounted_scan: backend='numba' requires float32 or float64 tensors on the CPU without gradients, got "
+            f"{x.dtype} on {x.device} with requires_grad={_requires_grad(*tensors)}; use backend='torch' or 'auto'"
         )
-    if served and backend != "torch":
-        y = _run_numba(moved, c, y0, reverse)
+    if is_supported and backend != "torch":
+        y = _run_numba(time_major, c, y0, reverse)
     else:
-        flat_c = c.reshape(len(c), -1) if c.dim() else c.expand(len(moved), 1)
+        flat_c = c.reshape(len(c), -1) if c.dim() else c.expand(len(time_major), 1)
         flat_y0 = None if y0 is None else y0.expand(shape[1:]).reshape(-1)
-        y = _torch_scan(moved.reshape(len(moved), -1), flat_c, flat_y0, reverse).view(shape)
+        y = _torch_scan(time_major.reshape(len(time_major), -1), flat_c, flat_y0, reverse).view(shape)
     return y.movedim(0, dim)
 
 
-def _wants_gradient(*tensors: Tensor) -> bool:
+def _requires_grad(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _check(x: Tensor, dim: int, backend: str) -> None:
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
-        came = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"discounted_scan: x must be a floating-point tensor, got {came}; call x.float() first")
+        received = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"discounted_scan: x must be a floating-point tensor, got {received}; call x.float() first")
     if x.dim() == 0:
-        raise ValueError("discounted_scan: x is a scalar, but needs a time dimension; pass x.unsqueeze(0)")
+        raise ValueError("discounted_scan: x must have a time dimension, got a scalar; pass x.unsqueeze(0)")
     if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"discounted_scan: dim={dim} is not a dimension of x with shape {tuple(x.shape)}")
+        raise ValueError(f"discounted_scan: dim must be a dimension of x of shape {tuple(x.shape)}, got {dim}")
     if backend not in ("auto", "numba", "torch"):
         raise ValueError(f"discounted_scan: backend must be 'auto', 'numba' or 'torch', got {backend!r}")
 
@@ -208,7 +207,7 @@ def _scan(
 
 def _torch_scan(x: Tensor, c: Tensor, initial: Tensor | None, reverse: bool) -> Tensor:
     """Scan ``x [T, N]`` with ``c [T, N]`` or ``[T, 1]`` and ``initial [N]``; differentiable to any order."""
-    if _wants_gradient(x, c) or (initial is not None and _wants_gradient(initial)):
+    if _requires_grad(x, c) or (initial is not None and _requires_grad(initial)):
         return _LinearRecurrence.apply(x, c, initial, reverse)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _scan_into(y, x, c, initial, reverse)
@@ -221,22 +220,26 @@ def _scan_into(y: Tensor, x: Tensor, c: Tensor, initial: Tensor | None, reverse:
         _loop_into(y, x, c, initial, reverse)
         return
     # The incomplete block is on the side that is computed last, so that no padding is needed.
-    rest = steps % BLOCK
-    bulk, tail = (slice(rest, None), slice(0, rest)) if reverse else (slice(0, steps - rest), slice(steps - rest, None))
+    remainder = steps % BLOCK
+    full_blocks, tail = (
+        (slice(remainder, None), slice(0, remainder))
+        if reverse
+        else (slice(0, steps - remainder), slice(steps - remainder, None))
+    )
     blocks, width = steps // BLOCK, x.shape[1]
-    xb, cb, yb = x[bulk].reshape(blocks, BLOCK, width), c[bulk].reshape(blocks, BLOCK, -1), y[bulk]
+    xb, cb, yb = x[full_blocks].reshape(blocks, BLOCK, width), c[full_blocks].reshape(blocks, BLOCK, -1), y[full_blocks]
     local = yb.view(blocks, BLOCK, width)
     _loop_into(local.transpose(0, 1), xb.transpose(0, 1), cb.transpose(0, 1), None, reverse)
-    reach = torch.zeros_like(cb)  # at each step, the factor of a value that enters the block
-    _loop_into(reach.transpose(0, 1), reach.transpose(0, 1), cb.transpose(0, 1), cb.new_ones(()), reverse)
+    carry_factor = torch.zeros_like(cb)  # at each step, the factor of a value that enters the block
+    _loop_into(carry_factor.transpose(0, 1), carry_factor.transpose(0, 1), cb.transpose(0, 1), cb.new_ones(()), reverse)
 
     exit_step = 0 if reverse else BLOCK - 1  # the step of a block that is computed last
     carry = torch.empty((blocks + 1, width), dtype=x.dtype, device=x.device)
     entering, leaving = (carry[1:], carry[:-1]) if reverse else (carry[:-1], carry[1:])
     carry[-1 if reverse else 0] = 0.0 if initial is None else initial
-    _scan_into(leaving, local[:, exit_step], reach[:, exit_step], initial, reverse)
-    local.addcmul_(reach, entering.unsqueeze(1))
-    if rest:
+    _scan_into(leaving, local[:, exit_step], carry_factor[:, exit_step], initial, reverse)
+    local.addcmul_(carry_factor, entering.unsqueeze(1))
+    if remainder:
         _loop_into(y[tail], x[tail], c[tail], carry[0] if reverse else carry[-1], reverse)
 
 

@@ -30,10 +30,10 @@ def block_of(steps: int, size: int) -> tuple[int, int]:
 def row_is_finite(row: Any) -> bool:
     """Return whether a row is finite; earlier NaN or infinite values of a multiplying recurrence would reach it."""
     zero = row.dtype.type(0.0)
-    check = zero
+    total = zero
     for i in range(len(row)):
-        check += row[i] * zero
-    return bool(check == zero)
+        total += row[i] * zero
+    return bool(total == zero)
 
 
 def scan_rows(y: Any, c: Any, carry: Any, width: int, reverse: bool) -> None:
@@ -46,10 +46,10 @@ def scan_rows(y: Any, c: Any, carry: Any, width: int, reverse: bool) -> None:
             previous = y[t] + c[t] * previous
             y[t] = previous
         return
-    before = carry
+    previous_row = carry
     for k in range(rows):
         start = (rows - 1 - k if reverse else k) * width
         y_t, c_t = y[start : start + width], c[start : start + width]
         for n in range(width):
-            y_t[n] += c_t[n] * before[n]
-        before = y_t
+            y_t[n] += c_t[n] * previous_row[n]
+        previous_row = y_t

@@ -25,7 +25,7 @@ from torchrl_lightning.kernels.segments import OPERATIONS, assign_torch, descend
 
 Index: TypeAlias = int | slice | Sequence[int] | Tensor
 Operation: TypeAlias = str | Callable[..., Any]
-OPERATORS: dict[Any, str] = {
+TORCH_OPERATIONS: dict[Any, str] = {
     torch.add: "sum",
     torch.min: "min",
     torch.minimum: "min",
@@ -66,7 +66,7 @@ class SegmentTree(Stateful):
     STATE = {
         "op": Attribute(),
         "capacity": Attribute(),
-        "leaves": Attribute(of=lambda tree: tree._read_leaves, at="_used"),
+        "leaves": Attribute(of=lambda tree: tree._check_saved_leaves, at="_used_leaves"),
     }
 
     def __init__(
@@ -84,13 +84,13 @@ class SegmentTree(Stateful):
             raise TypeError(f"{name}: capacity must be an integer, got {capacity!r}.")
         if capacity < 1:
             raise ValueError(f"{name}: capacity must be at least 1, got {capacity}.")
-        operation = OPERATORS.get(op) if callable(op) else op
+        operation = TORCH_OPERATIONS.get(op) if callable(op) else op
         if operation not in tuple(OPERATIONS):
             raise ValueError(
                 f"{name}: op must be one of {tuple(OPERATIONS)}, or torch.add, torch.min or torch.max, got {op!r}."
             )
-        kind: Any = getattr(torch, dtype.removeprefix("torch."), dtype) if isinstance(dtype, str) else dtype
-        if kind not in (torch.float32, torch.float64):
+        node_dtype: Any = getattr(torch, dtype.removeprefix("torch."), dtype) if isinstance(dtype, str) else dtype
+        if node_dtype not in (torch.float32, torch.float64):
             raise TypeError(f"{name}: dtype must be torch.float32 or torch.float64, got {dtype}.")
         if backend not in ("auto", "numba", "torch"):
             raise ValueError(f"{name}: backend must be 'auto', 'numba' or 'torch', got {backend!r}.")
@@ -101,21 +101,21 @@ class SegmentTree(Stateful):
         self._code, neutral = OPERATIONS[operation]
         self._neutral = float(neutral)
         self._width = 1 << (capacity - 1).bit_length()
-        self._largest = torch.finfo(kind).max / capacity  # so that no sum can overflow
-        self._nodes = allocate(2 * self._width, kind, device)
+        self._largest = torch.finfo(node_dtype).max / capacity  # so that no sum can overflow
+        self._nodes = allocate(2 * self._width, node_dtype, device)
         self._compiled = backend != "torch" and runs_on_numba(self._nodes)
         if backend == "numba" and not self._compiled:
-            raise ValueError(f"{name}: the numba backend serves the CPU only, got {device}; use backend='auto'.")
+            raise ValueError(f"{name}: backend='numba' requires the CPU, got {device}; use backend='auto'.")
         self._nonzero: int | Tensor = 0
         self._check_leaves(torch.tensor([self.initial], dtype=torch.float64))
         self.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         # Arrays, because a new process would share a tensor's memory but not the count of nonzero leaves.
-        used, levels, width = len(self._used), [], self._width
+        num_used, levels, width = len(self._used_leaves), [], self._width
         while width:
-            levels.append(self._nodes[width : width + used].cpu().numpy().copy())
-            used, width = (used + 1) // 2, width // 2
+            levels.append(self._nodes[width : width + num_used].cpu().numpy().copy())
+            num_used, width = (num_used + 1) // 2, width // 2
         return {**self.__dict__, "_nodes": (levels, self.dtype, self.device), "_nonzero": int(self._nonzero)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -175,12 +175,12 @@ class SegmentTree(Stateful):
             IndexError: an index is outside ``[0, capacity)``.
             TypeError: the indices are not integers.
         """
-        where = self._index(index)
-        if where.numel():
-            low, high = (int(bound) for bound in where.aminmax())
+        indices = self._index(index)
+        if indices.numel():
+            low, high = (int(bound) for bound in indices.aminmax())
             if low < 0 or high >= self.capacity:
                 raise self._out_of_range(low if low < 0 else high)
-        return self._nodes[self._width + where]
+        return self._nodes[self._width + indices]
 
     def __setitem__(self, index: Index, values: float | Sequence[float] | Tensor) -> None:
         """Set leaves to one value, or to one value for each index; of equal indices the last value counts.
@@ -190,15 +190,15 @@ class SegmentTree(Stateful):
             TypeError: the indices are not integers.
             ValueError: the numbers of indices and values differ, or a value is NaN, or (sum) negative or infinite.
         """
-        where = self._index(index).reshape(-1)
-        new = torch.as_tensor(values, dtype=self.dtype, device=self.device).detach().reshape(-1)
-        if new.numel() != 1 and new.numel() != where.numel():
+        indices = self._index(index).reshape(-1)
+        leaf_values = torch.as_tensor(values, dtype=self.dtype, device=self.device).detach().reshape(-1)
+        if leaf_values.numel() != 1 and leaf_values.numel() != indices.numel():
             raise ValueError(
-                f"{self.name}: got {where.numel()} indices and {new.numel()} values; "
+                f"{self.name}: got {indices.numel()} indices and {leaf_values.numel()} values; "
                 "give one value, or one for each index."
             )
-        if where.numel():
-            self.assign(where, new)
+        if indices.numel():
+            self.assign(indices, leaf_values)
 
     def assign(self, index: Tensor, values: Tensor) -> None:
         """Set leaves like ``tree[index] = values``, without its conversions.
@@ -219,18 +219,18 @@ class SegmentTree(Stateful):
         """
         if not index.numel():
             return
-        kind = self._width, self.capacity, self._code
+        tree = self._width, self.capacity, self._code
         if self._compiled:
             kernel, nodes = jitted(segments.assign), self._nodes.numpy()
-            place, change = kernel(nodes, *kind, index.numpy(), values.numpy(), self._largest)
+            error_position, change = kernel(nodes, *tree, index.numpy(), values.numpy(), self._largest)
         else:
-            place, change = assign_torch(self._nodes, *kind, index, values, self._largest)
-        if place >= 0:
+            error_position, change = assign_torch(self._nodes, *tree, index, values, self._largest)
+        if error_position >= 0:
             count = index.numel()
-            if place < count:
-                raise self._out_of_range(int(index[place]))
-            value = values[(place - count) % values.numel()].item()
-            raise ValueError(f"{self.name}: a leaf must be {self._wanted()}, got {value}.")
+            if error_position < count:
+                raise self._out_of_range(int(index[error_position]))
+            value = values[(error_position - count) % values.numel()].item()
+            raise ValueError(f"{self.name}: a leaf must be {self._expected_values()}, got {value}.")
         self._nonzero = self._nonzero + change
 
     def clear(self) -> None:
@@ -246,17 +246,17 @@ class SegmentTree(Stateful):
             self._reduce()
 
     @property
-    def _used(self) -> Tensor:
+    def _used_leaves(self) -> Tensor:
         """The leaves up to the last one that differs from ``initial``."""
-        used = (self.leaves != self.initial).nonzero()
-        return self.leaves[: int(used[-1]) + 1 if len(used) else 0]
+        differing = (self.leaves != self.initial).nonzero()
+        return self.leaves[: int(differing[-1]) + 1 if len(differing) else 0]
 
-    @_used.setter
-    def _used(self, leaves: Tensor) -> None:
+    @_used_leaves.setter
+    def _used_leaves(self, leaves: Tensor) -> None:
         self.set_all(leaves)
 
-    def _read_leaves(self, value: Any, name: str) -> Tensor:
-        return self._fitting(tensor(self.dtype, None, anywhere=True)(value, name))
+    def _check_saved_leaves(self, value: Any, name: str) -> Tensor:
+        return self._to_leaves(tensor(self.dtype, None, anywhere=True)(value, name))
 
     def set_all(self, leaves: Tensor) -> None:
         """Set the first leaves, and reset all others to ``initial``, in ``O(capacity)``.
@@ -273,18 +273,18 @@ class SegmentTree(Stateful):
             >>> tree.leaves.tolist(), tree.nnz
             ([1.0, 2.0, 0.0, 0.0], 2)
         """
-        new = self._fitting(leaves)
-        self.leaves[: new.numel()].copy_(new)
-        self.leaves[new.numel() :].fill_(self.initial)
+        checked_leaves = self._to_leaves(leaves)
+        self.leaves[: checked_leaves.numel()].copy_(checked_leaves)
+        self.leaves[checked_leaves.numel() :].fill_(self.initial)
         self._rebuild()
 
-    def _fitting(self, leaves: Tensor) -> Tensor:
+    def _to_leaves(self, leaves: Tensor) -> Tensor:
         """Return leaves with the tree's dtype and device; raise a ValueError if they are too many or invalid."""
-        new = leaves.to(device=self.device, dtype=self.dtype).reshape(-1)
-        if new.numel() > self.capacity:
-            raise ValueError(f"{self.name}: got {new.numel()} leaves, but holds {self.capacity}.")
-        self._check_leaves(new)
-        return new
+        checked_leaves = leaves.to(device=self.device, dtype=self.dtype).reshape(-1)
+        if checked_leaves.numel() > self.capacity:
+            raise ValueError(f"{self.name}: got {checked_leaves.numel()} leaves, but the capacity is {self.capacity}.")
+        self._check_leaves(checked_leaves)
+        return checked_leaves
 
     def _rebuild(self) -> None:
         self._reduce()
@@ -305,11 +305,13 @@ class SegmentTree(Stateful):
         return IndexError(f"{self.name}: index {index} is out of range; the tree has {self.capacity} leaves.")
 
     def _check_leaves(self, leaves: Tensor) -> None:
-        bad = leaves.isnan() if self.op != "sum" else ~((leaves >= 0) & (leaves <= self._largest))
-        if bad.any():
-            raise ValueError(f"{self.name}: a leaf must be {self._wanted()}, got {leaves[bad][0].item()}.")
+        is_invalid = leaves.isnan() if self.op != "sum" else ~((leaves >= 0) & (leaves <= self._largest))
+        if is_invalid.any():
+            raise ValueError(
+                f"{self.name}: a leaf must be {self._expected_values()}, got {leaves[is_invalid][0].item()}."
+            )
 
-    def _wanted(self) -> str:
+    def _expected_values(self) -> str:
         return "a number" if self.op != "sum" else f"finite and not negative (at most {self._largest:.3g})"
 
 
@@ -365,18 +367,18 @@ class SumSegmentTree(_NamedTree):
         Raises:
             ValueError: a threshold is negative, NaN or above the total, or every leaf is zero.
         """
-        wanted = torch.as_tensor(thresholds, dtype=self.dtype, device=self.device).detach()
-        if not wanted.numel():
-            return torch.empty(wanted.shape, dtype=torch.int64, device=self.device)
+        sums = torch.as_tensor(thresholds, dtype=self.dtype, device=self.device).detach()
+        if not sums.numel():
+            return torch.empty(sums.shape, dtype=torch.int64, device=self.device)
         total = float(self._nodes[1])
         if total <= 0:
-            raise ValueError(f"{self.name}: every leaf is zero, so there is nothing to find; set some first.")
-        low, high = (float(bound) for bound in wanted.aminmax())
+            raise ValueError(f"{self.name}: every leaf is zero; set a leaf before the search.")
+        low, high = (float(bound) for bound in sums.aminmax())
         if not (low >= 0 and high <= total):
             raise ValueError(
-                f"{self.name}: thresholds must lie between 0 and the total {total}, got values from {low} to {high}."
+                f"{self.name}: thresholds must be between 0 and the total {total}, got values from {low} to {high}."
             )
-        return self.descend(wanted.reshape(-1).clone()).view(wanted.shape)
+        return self.descend(sums.reshape(-1).clone()).view(sums.shape)
 
     def descend(self, thresholds: Tensor) -> Tensor:
         """Search like :meth:`find_sum_bound`, without its checks; overwrites the thresholds.
@@ -392,9 +394,9 @@ class SumSegmentTree(_NamedTree):
         """
         if not self._compiled:
             return descend_torch(self._nodes, self._width, thresholds)
-        found = torch.empty(thresholds.shape, dtype=torch.int64)
-        jitted(segments.descend)(self._nodes.numpy(), self._width, thresholds.numpy(), found.numpy())
-        return found
+        index = torch.empty(thresholds.shape, dtype=torch.int64)
+        jitted(segments.descend)(self._nodes.numpy(), self._width, thresholds.numpy(), index.numpy())
+        return index
 
 
 class MinSegmentTree(_NamedTree):

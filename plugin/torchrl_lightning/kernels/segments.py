@@ -18,11 +18,11 @@ OPERATIONS = {"sum": (SUM, 0.0), "min": (MIN, math.inf), "max": (MAX, -math.inf)
 """Code and neutral element of each operation."""
 _PAIRWISE: tuple[Callable[..., Tensor], ...] = (torch.add, torch.minimum, torch.maximum)
 
-LEVELS, FAN = 3, 8
+LEVELS, FAN_OUT = 3, 8
 """The compiled kernels store only every third level above the leaves, and the first levels below the root. The eight
 nodes below a stored node share a cache line, so that computing the sums between is faster than loading them."""
 
-JUMP = 5  # levels per step of the torch search: fewer, larger operations
+LEVELS_PER_STEP = 5  # levels per step of the torch search: fewer, larger operations
 
 
 def assign(
@@ -42,18 +42,18 @@ def assign(
         value = values[i * stride]
         if math.isnan(value) or (code == 0 and not 0.0 <= value <= largest):
             return count + i, 0
-    change, size, last = 0, 0, -1
+    nonzero_change, num_pending, last_parent = 0, 0, -1
     pending = np.empty(count, np.int64)
     for i in range(count):
         leaf = width + index[i]
         value = values[i * stride]
-        change += int(value != 0.0) - int(nodes[leaf] != 0.0)
+        nonzero_change += int(value != 0.0) - int(nodes[leaf] != 0.0)
         nodes[leaf] = value
         parent = leaf >> LEVELS
-        size += int(parent != last)
-        pending[size - 1] = last = parent
-    climb(nodes, width, code, pending, size)
-    return -1, change
+        num_pending += int(parent != last_parent)
+        pending[num_pending - 1] = last_parent = parent
+    climb(nodes, width, code, pending, num_pending)
+    return -1, nonzero_change
 
 
 def climb(nodes: Any, width: int, code: int, pending: Any, size: int) -> None:
@@ -67,75 +67,82 @@ def climb(nodes: Any, width: int, code: int, pending: Any, size: int) -> None:
         size: number of pending nodes.
     """
     while size > 0 and pending[0] > 0:
-        kept, last = 0, -1
+        num_parents, last_parent = 0, -1
         for i in range(size):
             node = pending[i]
-            below = node << LEVELS
+            first_child = node << LEVELS
             # In pairs, in the same order as with the levels between.
             if code == 0:
-                low = (nodes[below] + nodes[below + 1]) + (nodes[below + 2] + nodes[below + 3])
-                high = (nodes[below + 4] + nodes[below + 5]) + (nodes[below + 6] + nodes[below + 7])
+                low = (nodes[first_child] + nodes[first_child + 1]) + (nodes[first_child + 2] + nodes[first_child + 3])
+                high = (nodes[first_child + 4] + nodes[first_child + 5]) + (
+                    nodes[first_child + 6] + nodes[first_child + 7]
+                )
                 nodes[node] = low + high
             else:
-                value = nodes[below]
-                for other in nodes[below + 1 : below + FAN]:
+                value = nodes[first_child]
+                for other in nodes[first_child + 1 : first_child + FAN_OUT]:
                     value = min(value, other) if code == 1 else max(value, other)
                 nodes[node] = value
             # Neighbours share ancestors, so a run of indices becomes shorter on each level.
             parent = node >> LEVELS
-            kept += int(parent != last)
-            pending[kept - 1] = last = parent
-        size = kept
-    top = width
-    while top >= FAN:
-        top >>= LEVELS
-    for node in range(top - 1, 0, -1):
+            num_parents += int(parent != last_parent)
+            pending[num_parents - 1] = last_parent = parent
+        size = num_parents
+    top_width = width
+    while top_width >= FAN_OUT:
+        top_width >>= LEVELS
+    for node in range(top_width - 1, 0, -1):
         left, right = nodes[2 * node], nodes[2 * node + 1]
         nodes[node] = left + right if code == 0 else min(left, right) if code == 1 else max(left, right)
 
 
-def descend(nodes: Any, width: int, thresholds: Any, found: Any) -> None:
+def descend(nodes: Any, width: int, thresholds: Any, leaf: Any) -> None:
     """Find the leaf that contains each partial sum (numba); overwrites ``thresholds``."""
-    count, top, level = len(thresholds), width, 1
+    count, top_width, level = len(thresholds), width, 1
     address, size = nodes.ctypes.data, nodes.itemsize
-    while top >= FAN:
-        top >>= LEVELS
-    found[:] = 1
+    while top_width >= FAN_OUT:
+        top_width >>= LEVELS
+    leaf[:] = 1
     # Rounding may leave a remainder above the right sum, but an empty side is never entered. Without branches, because
     # the processor cannot predict them and a wrong prediction costs more than the arithmetic.
-    while level < top:
+    while level < top_width:
         for i in range(count):
-            below = 2 * found[i]
-            right = int(thresholds[i] >= nodes[below]) & int(nodes[below + 1] > 0.0)
-            thresholds[i] -= right * nodes[below]
-            found[i] = below + right
+            first_child = 2 * leaf[i]
+            goes_right = int(thresholds[i] >= nodes[first_child]) & int(nodes[first_child + 1] > 0.0)
+            thresholds[i] -= goes_right * nodes[first_child]
+            leaf[i] = first_child + goes_right
         level *= 2
     while level < width:
         for i in range(count):
-            below, rest = found[i] << LEVELS, thresholds[i]
-            left = (nodes[below] + nodes[below + 1]) + (nodes[below + 2] + nodes[below + 3])
-            other = (nodes[below + 4] + nodes[below + 5]) + (nodes[below + 6] + nodes[below + 7])
-            right = int(rest >= left) & int(other > 0.0)
-            rest -= right * left
-            below += 4 * right
-            left, other = nodes[below] + nodes[below + 1], nodes[below + 2] + nodes[below + 3]
-            right = int(rest >= left) & int(other > 0.0)
-            rest -= right * left
-            below += 2 * right
-            left, other = nodes[below], nodes[below + 1]
-            right = int(rest >= left) & int(other > 0.0)
-            thresholds[i] = rest - right * left
-            found[i] = below + right
+            first_child, threshold = leaf[i] << LEVELS, thresholds[i]
+            left_sum = (nodes[first_child] + nodes[first_child + 1]) + (nodes[first_child + 2] + nodes[first_child + 3])
+            right_sum = (nodes[first_child + 4] + nodes[first_child + 5]) + (
+                nodes[first_child + 6] + nodes[first_child + 7]
+            )
+            goes_right = int(threshold >= left_sum) & int(right_sum > 0.0)
+            threshold -= goes_right * left_sum
+            first_child += 4 * goes_right
+            left_sum, right_sum = (
+                nodes[first_child] + nodes[first_child + 1],
+                nodes[first_child + 2] + nodes[first_child + 3],
+            )
+            goes_right = int(threshold >= left_sum) & int(right_sum > 0.0)
+            threshold -= goes_right * left_sum
+            first_child += 2 * goes_right
+            left_sum, right_sum = nodes[first_child], nodes[first_child + 1]
+            goes_right = int(threshold >= left_sum) & int(right_sum > 0.0)
+            thresholds[i] = threshold - goes_right * left_sum
+            leaf[i] = first_child + goes_right
             # Prefetch the children of this node; the search reads them after the other draws of this level.
-            prefetch(address + (found[i] << LEVELS) * size)
+            prefetch(address + (leaf[i] << LEVELS) * size)
         level <<= LEVELS
     for i in range(count):
-        found[i] -= width
+        leaf[i] -= width
 
 
-def reduce_pairs(code: int, below: Tensor, out: Tensor) -> None:
+def reduce_pairs(code: int, children: Tensor, out: Tensor) -> None:
     """Compute one whole level from the level below."""
-    _PAIRWISE[code](below[0::2], below[1::2], out=out)
+    _PAIRWISE[code](children[0::2], children[1::2], out=out)
 
 
 def assign_torch(
@@ -143,14 +150,14 @@ def assign_torch(
 ) -> tuple[int, int | Tensor]:
     """Set leaves like :func:`assign`, on any device."""
     count = index.numel()
-    bad = values.isnan() if code != SUM else ~((values >= 0) & (values <= largest))
-    bad = torch.cat([(index < 0) | (index >= capacity), bad.expand(count)])
-    if bad.any():
-        return int(bad.to(torch.uint8).argmax()), 0
-    places = unique_last(index)  # not every device defines the order of writes to one element
-    leaves = index[places] + width
-    values = values.expand(count)[places]
-    change = values.count_nonzero() - nodes[leaves].count_nonzero()
+    is_invalid = values.isnan() if code != SUM else ~((values >= 0) & (values <= largest))
+    is_invalid = torch.cat([(index < 0) | (index >= capacity), is_invalid.expand(count)])
+    if is_invalid.any():
+        return int(is_invalid.to(torch.uint8).argmax()), 0
+    last_positions = unique_last(index)  # not every device defines the order of writes to one element
+    leaves = index[last_positions] + width
+    values = values.expand(count)[last_positions]
+    nonzero_change = values.count_nonzero() - nodes[leaves].count_nonzero()
     nodes[leaves] = values
     pairs = nodes.view(-1, 2)
     parents = leaves
@@ -162,7 +169,7 @@ def assign_torch(
         else:
             nodes[parents] = _PAIRWISE[code](*pairs.index_select(0, parents).unbind(1))
         level //= 2
-    return -1, change
+    return -1, nonzero_change
 
 
 def descend_torch(nodes: Tensor, width: int, thresholds: Tensor) -> Tensor:
@@ -170,15 +177,15 @@ def descend_torch(nodes: Tensor, width: int, thresholds: Tensor) -> Tensor:
     node = torch.ones(thresholds.shape, dtype=torch.int64, device=nodes.device)
     remaining = width.bit_length() - 1
     while remaining:
-        fan = 1 << min(JUMP, remaining)
-        remaining -= min(JUMP, remaining)
-        order = torch.arange(fan, device=nodes.device)
-        parts = nodes.view(-1, fan).index_select(0, node)
-        sums = parts.cumsum(1)
+        fan_out = 1 << min(LEVELS_PER_STEP, remaining)
+        remaining -= min(LEVELS_PER_STEP, remaining)
+        order = torch.arange(fan_out, device=nodes.device)
+        children = nodes.view(-1, fan_out).index_select(0, node)
+        sums = children.cumsum(1)
         # First choice: the first part that contains the threshold. After rounding: the last nonempty part.
-        score = torch.where(thresholds.unsqueeze(1) < sums, 2 * fan - order, order)
-        chosen = score.masked_fill_(parts <= 0, -1).argmax(1)
-        before = (sums - parts).gather(1, chosen.unsqueeze(1)).squeeze(1)
-        thresholds = (thresholds - before).clamp_(min=0)
-        node = node * fan + chosen
+        score = torch.where(thresholds.unsqueeze(1) < sums, 2 * fan_out - order, order)
+        chosen = score.masked_fill_(children <= 0, -1).argmax(1)
+        sum_before = (sums - children).gather(1, chosen.unsqueeze(1)).squeeze(1)
+        thresholds = (thresholds - sum_before).clamp_(min=0)
+        node = node * fan_out + chosen
     return node - width

@@ -13,7 +13,9 @@ import numpy as np
 from torchrl_lightning.kernels.episode_kernels import locate
 
 
-def draw(ranks: Any, relative: bool, rings: Any, episodes: Any, options: Any, cells: Any, mask: Any, found: int) -> int:
+def draw(
+    ranks: Any, relative: bool, rings: Any, episodes: Any, options: Any, cells: Any, mask: Any, num_filled: int
+) -> int:
     """Write the windows that start at candidates with these ranks, if the options allow their episodes (numba).
 
     Args:
@@ -23,34 +25,34 @@ def draw(ranks: Any, relative: bool, rings: Any, episodes: Any, options: Any, ce
         episodes: as in :func:`episodes.locate`.
         options: reach (number of steps that must be stored after a window's first step), burn-in, whether windows end
             with their episode, and whether they are padded.
-        cells: output: windows, ``[B, T]``, from row ``found`` on.
+        cells: output: windows, ``[B, T]``, from row ``num_filled`` on.
         mask: output: valid steps, ``[B, T]``.
-        found: number of rows that are already filled.
+        num_filled: number of rows that are already filled.
 
     Returns:
         Number of filled rows after the call; -1 without candidates.
     """
-    length, positions, floor = rings
+    length, positions, valid_from = rings
     reach, burn_in, by_episode, pad = options
     width, size, steps, count = len(positions), length * len(positions), cells.shape[1], len(ranks)
-    until, total = np.empty(width, np.int64), 0
+    cumulative_counts, num_candidates = np.empty(width, np.int64), 0
     for env in range(width):
-        total += max(0, min(length, positions[env] - floor[env]) - reach)
-        until[env] = total
-    if total == 0:
+        num_candidates += max(0, min(length, positions[env] - valid_from[env]) - reach)
+        cumulative_counts[env] = num_candidates
+    if num_candidates == 0:
         return -1
-    owner, reached = np.empty(count, np.int64), np.empty(count, np.int64)
+    envs, newest_needed = np.empty(count, np.int64), np.empty(count, np.int64)
     for i in range(count):
-        rank = min(int(ranks[i] * total if relative else ranks[i]), total - 1)
-        owner[i] = env = int(np.searchsorted(until, rank, side="right"))
-        reached[i] = positions[env] - (until[env] - rank)
+        rank = min(int(ranks[i] * num_candidates if relative else ranks[i]), num_candidates - 1)
+        envs[i] = env = int(np.searchsorted(cumulative_counts, rank, side="right"))
+        newest_needed[i] = positions[env] - (cumulative_counts[env] - rank)
     first, last = np.empty(count, np.int64), np.empty(count, np.int64)
     if by_episode:
-        locate(owner, reached, rings, episodes, first, last)
+        locate(envs, newest_needed, rings, episodes, first, last)
     for i in range(count):
-        if found == len(cells):
+        if num_filled == len(cells):
             break
-        env, start = owner[i], reached[i] - reach
+        env, start = envs[i], newest_needed[i] - reach
         if by_episode and reach and first[i] > start:
             continue
         end = start + steps - 1
@@ -58,45 +60,45 @@ def draw(ranks: Any, relative: bool, rings: Any, episodes: Any, options: Any, ce
             end = min(end, last[i])
         cell = start % length * width + env
         for step in range(steps):
-            cells[found, step] = cell
-            mask[found, step] = burn_in <= step <= end - start
+            cells[num_filled, step] = cell
+            mask[num_filled, step] = burn_in <= step <= end - start
             if step < end - start:  # padding repeats the last step
                 cell += width
                 if cell >= size:
                     cell -= size
-        found += 1
-    return found
+        num_filled += 1
+    return num_filled
 
 
 def all_starts(rings: Any, episodes: Any, options: Any) -> Any:
     """Return the ranks, as float64, of all candidates at which a window may start (numba): O(stored steps)."""
     (_, positions, _), (reach, _, by_episode, _) = rings, options
-    kept, found, rank = np.empty(rings[0] * len(positions), np.float64), 0, 0
+    ranks, num_starts, rank = np.empty(rings[0] * len(positions), np.float64), 0, 0
     for env in range(len(positions)):
-        reached, first, _ = _runs(env, rings, episodes, by_episode)
-        for i in range(reach, len(reached)):
-            kept[found] = rank
-            found += not by_episode or not reach or first[i] <= reached[i] - reach
+        positions_of_env, first, _ = _stored_episodes(env, rings, episodes, by_episode)
+        for i in range(reach, len(positions_of_env)):
+            ranks[num_starts] = rank
+            num_starts += not by_episode or not reach or first[i] <= positions_of_env[i] - reach
             rank += 1
-    return kept[:found].copy()
+    return ranks[:num_starts].copy()
 
 
 def longest_run(rings: Any, episodes: Any, options: Any) -> int:
     """Return the number of steps of the longest stored episode, or of the fullest ring across episodes (numba)."""
     by_episode, longest = options[2], 0
     for env in range(len(rings[1])):
-        stored, first, last = _runs(env, rings, episodes, by_episode)
-        for i in range(len(stored)):
-            steps = last[i] - max(first[i], stored[0]) + 1 if by_episode else len(stored)
-            longest = max(longest, steps)
+        positions_of_env, first, last = _stored_episodes(env, rings, episodes, by_episode)
+        for i in range(len(positions_of_env)):
+            run_length = last[i] - max(first[i], positions_of_env[0]) + 1 if by_episode else len(positions_of_env)
+            longest = max(longest, run_length)
     return longest
 
 
-def _runs(env: int, rings: Any, episodes: Any, by_episode: bool) -> tuple[Any, Any, Any]:
+def _stored_episodes(env: int, rings: Any, episodes: Any, by_episode: bool) -> tuple[Any, Any, Any]:
     """Return all stored steps of an environment, and the first and last step of each one's episode (numba)."""
-    length, positions, floor = rings
-    stored = np.arange(max(positions[env] - length, floor[env]), positions[env])
-    first, last = np.empty_like(stored), np.empty_like(stored)
+    length, positions, valid_from = rings
+    positions_of_env = np.arange(max(positions[env] - length, valid_from[env]), positions[env])
+    first, last = np.empty_like(positions_of_env), np.empty_like(positions_of_env)
     if by_episode:
-        locate(np.full(len(stored), env), stored, rings, episodes, first, last)
-    return stored, first, last
+        locate(np.full(len(positions_of_env), env), positions_of_env, rings, episodes, first, last)
+    return positions_of_env, first, last

@@ -59,11 +59,11 @@ class Run:
     @property
     def label(self) -> str:
         """Name and changed settings, a changed environment first; runs with one label differ only in their seed."""
-        others = {key: text for key, text in self.settings.items() if key not in _ENVIRONMENT}
-        moved = [self.settings[key].partition("=")[2] for key in _ENVIRONMENT if key in self.settings]
-        return " ".join((*moved, *["by"] * bool(moved), self.name, *others.values()))
+        other_settings = {key: text for key, text in self.settings.items() if key not in _ENVIRONMENT}
+        environment = [self.settings[key].partition("=")[2] for key in _ENVIRONMENT if key in self.settings]
+        return " ".join((*environment, *["by"] * bool(environment), self.name, *other_settings.values()))
 
-    def composed(self, key: str) -> str | None:
+    def config_value(self, key: str) -> str | None:
         """Return the run's option of a group or value of a setting; None if it was not recorded."""
         if key in self.choices:
             return self.choices[key]
@@ -78,13 +78,13 @@ class _Log:
     Attributes:
         header: The names of all columns.
         columns: The non-empty, finite cells of some columns, by x. The last row of an x counts.
-        begins: The lowest x of all rows.
+        first_x: The lowest x of all rows.
         has_epoch: True if a row contains both the metric and the epoch.
     """
 
     header: set[str]
     columns: dict[str, dict[float, float]]
-    begins: float = math.inf
+    first_x: float = math.inf
     has_epoch: bool = False
 
     def last(self, column: str) -> float | None:
@@ -103,7 +103,7 @@ def read_source(source: Path, metric: str, x: str, label: str | None = None) -> 
     curves: list[Curve] = []
     columns: set[str] = set()
     for path in paths:
-        run = _run_of(path)
+        run = _read_run(path)
         log = _read_log(path, run, metric, x)
         columns |= log.header
         if points := log.columns[metric]:
@@ -123,7 +123,7 @@ def read_source(source: Path, metric: str, x: str, label: str | None = None) -> 
         raise ValueError(f"{source} has no value of {metric} yet.")
     if len(curves) < len(paths):
         _log.warning(
-            "%d of %d runs below %s have no %s and are left out", len(paths) - len(curves), len(paths), source, metric
+            "%d of %d runs below %s have no %s and are skipped", len(paths) - len(curves), len(paths), source, metric
         )
     return curves
 
@@ -132,10 +132,10 @@ def one_of_each_seed(curves: Iterable[Curve]) -> list[Curve]:
     """Keep one run of each label and seed: the latest, but prefer runs that were not ended early."""
     chosen: dict[object, Curve] = {}
     for curve in sorted(curves, key=lambda curve: (curve.ended is None, curve.path.stat().st_mtime)):
-        same = (curve.label, curve.path.resolve() if curve.seed is None else curve.seed)
-        if same in chosen and chosen[same].path.resolve() != curve.path.resolve():
-            _log.warning("%s is left out: %s has its settings and its seed", chosen[same].path, curve.path)
-        chosen[same] = curve
+        key = (curve.label, curve.path.resolve() if curve.seed is None else curve.seed)
+        if key in chosen and chosen[key].path.resolve() != curve.path.resolve():
+            _log.warning("%s is skipped: %s has the same settings and seed", chosen[key].path, curve.path)
+        chosen[key] = curve
     return sorted(chosen.values(), key=lambda curve: curve.path)
 
 
@@ -159,29 +159,29 @@ def default_label(path: Path) -> str:
     return parts[-1] if parts else path.stem
 
 
-def _run_of(path: Path, continued_by: frozenset[Path] = frozenset()) -> Run | None:
+def _read_run(path: Path, continued_by: frozenset[Path] = frozenset()) -> Run | None:
     """Read Hydra's record of the run of a file; return None without a record or if the run continues itself."""
     folder = run_folder(path)
     if folder is None or folder in continued_by or not (folder / ".hydra" / "hydra.yaml").is_file():
         return None
     config = read_config(folder / ".hydra" / "config.yaml")
-    choices, overrides, cwd = _recorded(folder / ".hydra" / "hydra.yaml")
+    choices, overrides, cwd = _read_hydra_record(folder / ".hydra" / "hydra.yaml")
     settings = changed_settings(overrides, choices)
     seed, checkpoint = raw_value(config, "seed"), raw_value(config, "ckpt_path")
     origin = None
     if isinstance(checkpoint, str):
-        origin = _run_of(Path(cwd) / checkpoint, continued_by | {folder})
+        origin = _read_run(Path(cwd) / checkpoint, continued_by | {folder})
     if origin is not None:
         # Current runs record the checkpoint's seed if none is given; older runs recorded only a given seed.
         seed = seed if any(override.startswith("seed=") for override in overrides) else origin.seed
-        ends = {key: value for key, value in origin.settings.items() if key in ENDS}
-        settings = in_order({key: value for key, value in settings.items() if key not in ENDS} | ends)
+        limits = {key: value for key, value in origin.settings.items() if key in ENDS}
+        settings = in_order({key: value for key, value in settings.items() if key not in ENDS} | limits)
     if not isinstance(seed, int | float | str | None):
         seed = str(seed)
     return Run(folder, base_name(choices) or default_label(path), settings, seed, origin, config, choices)
 
 
-def _recorded(path: Path) -> tuple[dict[str, str | None], list[str], str]:
+def _read_hydra_record(path: Path) -> tuple[dict[str, str | None], list[str], str]:
     """Return the selected groups, the overrides and the working directory in Hydra's record of a run.
 
     Raises:
@@ -193,8 +193,10 @@ def _recorded(path: Path) -> tuple[dict[str, str | None], list[str], str]:
     )
     if not isinstance(choices, dict) or not isinstance(overrides, list) or not isinstance(cwd, str):
         raise UserError(f"{printable(path)} must be Hydra's record of a run, with choices, overrides and cwd.")
-    shown = {printable(group): None if option is None else printable(option) for group, option in choices.items()}
-    return shown, [printable(override) for override in overrides], cwd
+    printable_choices = {
+        printable(group): None if option is None else printable(option) for group, option in choices.items()
+    }
+    return printable_choices, [printable(override) for override in overrides], cwd
 
 
 def _read_log(path: Path, run: Run | None, metric: str, x: str) -> _Log:
@@ -207,27 +209,28 @@ def _read_log(path: Path, run: Run | None, metric: str, x: str) -> _Log:
     rows = read_rows(path)
     header = next(rows, (1, []))[1]
     log = _Log(set(header), {name: {} for name in (metric, SCORE, ENDED_EARLY)})
-    number_of = {name: number for number, name in enumerate(header)}
-    places = [number_of.get(name, -1) for name in (x, *log.columns, "epoch")]
+    column_index = {name: number for number, name in enumerate(header)}
+    column_indices = [column_index.get(name, -1) for name in (x, *log.columns, "epoch")]
     for line, row in rows:
-        at, text, *others, epoch = (row[place] if 0 <= place < len(row) else "" for place in places)
-        log.has_epoch |= bool(text and epoch)
+        x_text, metric_text, *others, epoch = (row[index] if 0 <= index < len(row) else "" for index in column_indices)
+        log.has_epoch |= bool(metric_text and epoch)
         try:
-            position, *values = (float(cell or "nan") for cell in (at, text, *others))
+            x_value, *values = (float(cell or "nan") for cell in (x_text, metric_text, *others))
         except ValueError:
             raise UserError(
-                f"{printable(path)}, line {line}: {x}={at[:100]!r}, {metric}={text[:100]!r}; both must be numbers."
+                f"{printable(path)}, line {line}: {x} and {metric} must be numbers, got {x_text[:100]!r} and "
+                f"{metric_text[:100]!r}."
             ) from None
-        log.begins = min(log.begins, position)
-        if math.isfinite(position):
+        log.first_x = min(log.first_x, x_value)
+        if math.isfinite(x_value):
             for column, value in zip(log.columns.values(), values, strict=True):
                 if math.isfinite(value):
-                    column[position] = value
+                    column[x_value] = value
     if run is not None and run.origin is not None:
-        before = run.origin.folder / path.resolve().relative_to(run.folder)
-        if before.is_file():
-            earlier = _read_log(before, run.origin, metric, x)
-            points = {at: value for at, value in earlier.columns[metric].items() if at < log.begins}
+        earlier_path = run.origin.folder / path.resolve().relative_to(run.folder)
+        if earlier_path.is_file():
+            earlier = _read_log(earlier_path, run.origin, metric, x)
+            points = {x_value: value for x_value, value in earlier.columns[metric].items() if x_value < log.first_x}
             log.columns[metric] = points | log.columns[metric]
             log.header |= earlier.header
     return log

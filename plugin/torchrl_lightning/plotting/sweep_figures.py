@@ -13,7 +13,7 @@ from torchrl_lightning._core.run_metadata import SCORE
 from torchrl_lightning._core.run_names import ENDS
 from torchrl_lightning._core.untrusted import printable
 from torchrl_lightning.plotting.figures import saved_panels
-from torchrl_lightning.plotting.trials import Trial, number, shown
+from torchrl_lightning.plotting.trials import Trial, parse_number, shortened
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,21 +27,21 @@ _SHUFFLES = 1000
 class _Scale:
     """The positions of trials on the axis of a setting: numbers, or indices of categories if there are ``names``."""
 
-    places: list[float]
+    positions: list[float]
     names: list[str] | None = None
     is_logarithmic: bool = False
 
     def heights(self) -> NDArray[np.float64]:
         """Return the positions scaled to the range from 0 to 1."""
-        places = np.log(self.places) if self.is_logarithmic else np.array(self.places, dtype=float)
-        return (places - places.min()) / (np.ptp(places) or 1.0)
+        positions = np.log(self.positions) if self.is_logarithmic else np.array(self.positions, dtype=float)
+        return (positions - positions.min()) / (np.ptp(positions) or 1.0)
 
 
 def _scale(values: Sequence[str]) -> _Scale:
-    numbers = [place for place in map(number, values) if place is not None]
+    numbers = [value_as_number for value_as_number in map(parse_number, values) if value_as_number is not None]
     if len(set(numbers)) < 2 or len(numbers) < len(values):
         names = sorted({*values})
-        return _Scale([float(names.index(value)) for value in values], [printable(shown(name)) for name in names])
+        return _Scale([float(names.index(value)) for value in values], [printable(shortened(name)) for name in names])
     return _Scale(numbers, None, _is_logarithmic(sorted(set(numbers))))
 
 
@@ -54,25 +54,32 @@ def draw_trials(trials: Sequence[Trial], output: str | Path, metric: str = SCORE
     """
     keys = list(trials[0].settings)
     # The run limit of each trial, as far as the trials differ in it.
-    budgets = [", ".join(f"{end}={trial.settings[end]}" for end in ENDS if end in trial.settings) for trial in trials]
-    markers = {budget: _MARKERS[i % len(_MARKERS)] for i, budget in enumerate(sorted({*budgets}))}
-    looks = {"best": {"color": "C1", "marker": "o"}}
+    run_limits = [
+        ", ".join(f"{end}={trial.settings[end]}" for end in ENDS if end in trial.settings) for trial in trials
+    ]
+    markers = {run_limit: _MARKERS[i % len(_MARKERS)] for i, run_limit in enumerate(sorted({*run_limits}))}
+    styles = {"best": {"color": "C1", "marker": "o"}}
     if any(trial.ended for trial in trials):
-        looks["ended early"] = {"color": "C0", "marker": "o", "mfc": "none"}
-    looks |= {budget: {"color": "C0", "marker": marker} for budget, marker in markers.items() if budget}
+        styles["ended early"] = {"color": "C0", "marker": "o", "mfc": "none"}
+    styles |= {run_limit: {"color": "C0", "marker": marker} for run_limit, marker in markers.items() if run_limit}
     with saved_panels(Path(output), len(keys), (4.2, 3.1), title) as (figure, grid):
         for key, axes in zip(keys, grid, strict=True):
-            _draw_setting(axes, [trial.settings[key] for trial in trials], trials, [markers[each] for each in budgets])
+            _draw_setting(
+                axes,
+                [trial.settings[key] for trial in trials],
+                trials,
+                [markers[run_limit] for run_limit in run_limits],
+            )
             axes.set(xlabel=printable(key), ylabel=printable(metric))
-        _explain(figure, looks, ls="")
+        _add_legend(figure, styles, ls="")
     return Path(output)
 
 
-def _explain(figure: Figure, looks: Mapping[str, Mapping[str, Any]], **shared: Any) -> None:
+def _add_legend(figure: Figure, styles: Mapping[str, Mapping[str, Any]], **shared: Any) -> None:
     """Add a legend below the panels, and increase the height of the figure by it."""
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], label=printable(label), **{**shared, **look}) for label, look in looks.items()]
+    handles = [Line2D([], [], label=printable(label), **{**shared, **style}) for label, style in styles.items()]
     figure.set_figheight(figure.get_figheight() + 0.2 * len(handles))
     figure.legend(handles=handles, loc="outside lower center", frameon=False, fontsize="small")
 
@@ -89,11 +96,11 @@ def _draw_setting(axes: Any, values: Sequence[str], trials: Sequence[Trial], mar
         axes.xaxis.set(major_formatter=LogFormatter(), minor_formatter=LogFormatter())  # the defaults need formulas
     else:
         axes.ticklabel_format(axis="x", scilimits=(-2, 5))  # long labels such as 0.00045 would overlap
-    for i, (place, trial) in reversed([*enumerate(zip(scale.places, trials, strict=True))]):
+    for i, (position, trial) in reversed([*enumerate(zip(scale.positions, trials, strict=True))]):
         spread = trial.spread if len(trial.scores) > 1 else None
         color = "C1" if i == 0 else "C0"
-        look = {"capsize": 3, "alpha": 0.8, "color": color, "mfc": "none" if trial.ended else color}
-        axes.errorbar(place, trial.score, spread, fmt=markers[i], **look)
+        style = {"capsize": 3, "alpha": 0.8, "color": color, "mfc": "none" if trial.ended else color}
+        axes.errorbar(position, trial.score, spread, fmt=markers[i], **style)
 
 
 def draw_parallel(trials: Sequence[Trial], output: str | Path, metric: str = SCORE, title: str | None = None) -> Path:
@@ -104,24 +111,27 @@ def draw_parallel(trials: Sequence[Trial], output: str | Path, metric: str = SCO
     from matplotlib import colormaps
 
     keys, color = list(trials[0].settings), colormaps["viridis"]
-    scales = [*(_scale([trial.settings[key] for trial in trials]) for key in keys), _Scale([t.score for t in trials])]
+    scales = [
+        *(_scale([trial.settings[key] for trial in trials]) for key in keys),
+        _Scale([trial.score for trial in trials]),
+    ]
     heights = np.stack([scale.heights() for scale in scales])
     with saved_panels(Path(output), 1, (1.8 * len(scales) + 1.5, 4.2), title) as (figure, (axes,)):
         for i, trial in reversed([*enumerate(trials)]):
-            look: dict[str, Any] = {"color": color(heights[-1, i]), "ls": "--" if trial.ended else "-"}
-            axes.plot(range(len(scales)), heights[:, i], lw=2.5 if i == 0 else 1.2, alpha=0.8, **look)
-        for place, (scale, column) in enumerate(zip(scales, heights, strict=True)):
-            axes.axvline(place, color="0.6", lw=0.8)
-            shown_at = range(len(trials)) if scale.names else (column.argmin(), column.argmax())
-            for height, i in {float(column[i]): i for i in shown_at}.items():
-                text = scale.names[int(scale.places[i])] if scale.names else shown(f"{scale.places[i]:.4g}")
-                axes.annotate(text, (place, height), (4, 3), textcoords="offset points", fontsize="small")
+            style: dict[str, Any] = {"color": color(heights[-1, i]), "ls": "--" if trial.ended else "-"}
+            axes.plot(range(len(scales)), heights[:, i], lw=2.5 if i == 0 else 1.2, alpha=0.8, **style)
+        for x, (scale, column) in enumerate(zip(scales, heights, strict=True)):
+            axes.axvline(x, color="0.6", lw=0.8)
+            labelled_trials = range(len(trials)) if scale.names else (column.argmin(), column.argmax())
+            for height, i in {float(column[i]): i for i in labelled_trials}.items():
+                text = scale.names[int(scale.positions[i])] if scale.names else shortened(f"{scale.positions[i]:.4g}")
+                axes.annotate(text, (x, height), (4, 3), textcoords="offset points", fontsize="small")
         axes.set_xticks(range(len(scales)), [printable(name) for name in (*keys, metric)], rotation=15)
         axes.set_yticks([])
         axes.grid(visible=False)
         axes.spines[["left", "bottom"]].set_visible(False)
-        ended = {"ended early": {"ls": "--"}} if any(trial.ended for trial in trials) else {}
-        _explain(figure, {"best": {"lw": 2.5}, **ended}, color=color(1.0))
+        legend_of_ended = {"ended early": {"ls": "--"}} if any(trial.ended for trial in trials) else {}
+        _add_legend(figure, {"best": {"lw": 2.5}, **legend_of_ended}, color=color(1.0))
     return Path(output)
 
 
@@ -133,14 +143,14 @@ def draw_importances(
     The importance is a correlation, not a cause. It does not detect settings that matter only in combination. Settings
     that a search selected by earlier scores are not independent.
     """
-    found = sorted(importances(trials).items(), key=lambda item: item[1][0])
-    names, values = [printable(name) for name, _ in found], np.array([value for _, value in found])
-    with saved_panels(Path(output), 1, (6.5, 0.5 * len(found) + 1.6), title) as (_, (axes,)):
+    ranked = sorted(importances(trials).items(), key=lambda item: item[1][0])
+    names, values = [printable(name) for name, _ in ranked], np.array([value for _, value in ranked])
+    with saved_panels(Path(output), 1, (6.5, 0.5 * len(ranked) + 1.6), title) as (_, (axes,)):
         axes.barh(names, values[:, 0], color="C0", alpha=0.8)
-        axes.plot(values[:, 1], names, "|", color="C3", ms=16, mew=2, label="of shuffled scores, 95 % stay below")
+        axes.plot(values[:, 1], names, "|", color="C3", ms=16, mew=2, label="95 % quantile for shuffled scores")
         axes.set(
             xlim=(0, 1.02),
-            xlabel=f"rank correlation with {printable(metric)}, of categories correlation ratio; n={len(trials)}",
+            xlabel=f"rank correlation with {printable(metric)} (categories: correlation ratio); n={len(trials)}",
         )
         axes.legend(frameon=False, fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return Path(output)
@@ -163,23 +173,25 @@ def importances(trials: Sequence[Trial]) -> dict[str, tuple[float, float]]:
     ranks = _ranks(np.array([trial.score for trial in trials]))
     generator = np.random.default_rng(0)
     rows = np.stack([ranks, *(generator.permutation(ranks) for _ in range(_SHUFFLES))])
-    found = {}
+    result = {}
     for key in trials[0].settings:
         scale = _scale([trial.settings[key] for trial in trials])
-        values = _closeness(np.array(scale.places), rows, scale.names is not None)
-        found[key] = float(values[0]), float(np.quantile(values[1:], 0.95))
-    return found
+        values = _correlations(np.array(scale.positions), rows, scale.names is not None)
+        result[key] = float(values[0]), float(np.quantile(values[1:], 0.95))
+    return result
 
 
-def _closeness(places: NDArray[np.float64], rows: NDArray[np.float64], are_categories: bool) -> NDArray[np.float64]:
+def _correlations(
+    positions: NDArray[np.float64], rows: NDArray[np.float64], are_categories: bool
+) -> NDArray[np.float64]:
     """Return the correlation of each row of ranks ``[R, n]`` with the positions ``[n]``."""
     rows = rows - rows.mean(1, keepdims=True)
     total = (rows**2).sum(1)
     if are_categories:
-        members = places == np.unique(places)[:, None]  # [categories, n]
+        members = positions == np.unique(positions)[:, None]  # [categories, n]
         explained = ((rows @ members.T) ** 2 / members.sum(1)).sum(1)
     else:
-        ranks = _ranks(places)
+        ranks = _ranks(positions)
         ranks = ranks - ranks.mean()
         explained = (rows @ ranks) ** 2 / (ranks**2).sum()
     # Constant scores have a correlation of zero.
@@ -188,8 +200,8 @@ def _closeness(places: NDArray[np.float64], rows: NDArray[np.float64], are_categ
 
 def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the ranks of values; equal values share their mean rank."""
-    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[which]
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
 
 
 def _is_logarithmic(numbers: list[float]) -> bool:
@@ -198,5 +210,7 @@ def _is_logarithmic(numbers: list[float]) -> bool:
         return False
     if numbers[-1] >= 1000 * numbers[0]:
         return True
-    widest, widest_log = (max(np.diff(each)) / (each[-1] - each[0]) for each in (np.array(numbers), np.log(numbers)))
+    widest, widest_log = (
+        max(np.diff(values)) / (values[-1] - values[0]) for values in (np.array(numbers), np.log(numbers))
+    )
     return len(numbers) == 2 or bool(widest_log < widest)

@@ -67,20 +67,20 @@ def read_trials(sources: Sequence[str | Path], metric: str = SCORE) -> list[Tria
         KeyError: No run of a source has the metric; the message lists the existing columns.
         ValueError: The runs do not differ in any setting, or differ in too many.
     """
-    read = [curve for source in sources for curve in read_source(Path(source), metric, "step")]
+    curves = [curve for source in sources for curve in read_source(Path(source), metric, "step")]
     # Do not group by label: a resumed run has the label of the run that it continues.
-    settings_of = {repr(settings): settings for settings in map(_settings, read)}
-    groups = runs_by_label(replace(curve, label=repr(_settings(curve))) for curve in read)
-    found = [settings_of[label] for label in groups]
-    if len(found) < 2:
+    settings_of = {repr(settings): settings for settings in map(_settings, curves)}
+    groups = runs_by_label(replace(curve, label=repr(_settings(curve))) for curve in curves)
+    all_settings = [settings_of[label] for label in groups]
+    if len(all_settings) < 2:
         runs = sum(map(len, groups.values()))
         below = ", ".join(map(str, sources))
-        raise ValueError(f"{runs} run(s) below {below} differ in no setting but the seed; nothing to compare.")
+        raise ValueError(f"{runs} run(s) below {below} differ only in their seeds; name runs with different settings.")
     # Put the experiment first, then groups before fields.
     keys = sorted(
-        {key for settings in found for key in settings}, key=lambda key: (key != "experiment", "." in key, key)
+        {key for settings in all_settings for key in settings}, key=lambda key: (key != "experiment", "." in key, key)
     )
-    varied = [key for key in keys if len({settings.get(key) for settings in found}) > 1]
+    varied = [key for key in keys if len({settings.get(key) for settings in all_settings}) > 1]
     if len(varied) > SETTINGS_LIMIT:
         below = ", ".join(map(str, sources))
         raise ValueError(
@@ -94,7 +94,7 @@ def read_trials(sources: Sequence[str | Path], metric: str = SCORE) -> list[Tria
             np.array([curve.y[-1] for curve in curves]),
             [curve.ended for curve in curves if curve.ended is not None],
         )
-        for settings, curves in zip(found, groups.values(), strict=True)
+        for settings, curves in zip(all_settings, groups.values(), strict=True)
     ]
     return sorted(trials, key=lambda trial: -trial.score)
 
@@ -109,15 +109,15 @@ def table(trials: Sequence[Trial], metric: str = SCORE) -> str:
         0.99           8.0 +- 1.0     2
         -                     1.0     1
     """
-    several = any(len(trial.scores) > 1 for trial in trials)
-    ended = any(trial.ended for trial in trials)
+    has_several_seeds = any(len(trial.scores) > 1 for trial in trials)
+    has_ended_early = any(trial.ended for trial in trials)
     keys = list(trials[0].settings)
-    rows = [[*keys, metric, *["runs"] * several, *["ended early"] * ended]]
+    rows = [[*keys, metric, *["runs"] * has_several_seeds, *["ended early"] * has_ended_early]]
     for trial in trials:
-        spread = f" +- {_rounded(trial.spread)}" if len(trial.scores) > 1 else ""
-        values = map(shown, trial.settings.values())
-        runs, end = [str(len(trial.scores))] * several, [_end_of(trial)] * ended
-        rows.append([*values, _rounded(trial.score) + spread, *runs, *end])
+        spread = f" +- {_format_score(trial.spread)}" if len(trial.scores) > 1 else ""
+        values = map(shortened, trial.settings.values())
+        run_cells, ended_cell = [str(len(trial.scores))] * has_several_seeds, [_format_end(trial)] * has_ended_early
+        rows.append([*values, _format_score(trial.score) + spread, *run_cells, *ended_cell])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = "<" * len(keys) + ">>>"
     return "\n".join(
@@ -130,14 +130,14 @@ def _default(curve: Curve, key: str) -> str:
     """Return the composed option or value of a setting that the run's overrides do not set."""
     if curve.run is None:
         return UNSET
-    value = curve.run.composed(key)
+    value = curve.run.config_value(key)
     return UNSET if value is None else value
 
 
-def _own_ends(run: Run) -> dict[str, str]:
+def _run_limits(run: Run) -> dict[str, str]:
     """Return the composed limits of a run; use its overrides for unrecorded limits."""
-    told = {key: override.partition("=")[2] for key, override in run.settings.items() if key in ENDS}
-    return told | {key: value for key in sorted(ENDS) if (value := run.composed(key)) is not None}
+    overrides = {key: override.partition("=")[2] for key, override in run.settings.items() if key in ENDS}
+    return overrides | {key: value for key in sorted(ENDS) if (value := run.config_value(key)) is not None}
 
 
 def _settings(curve: Curve) -> dict[str, str]:
@@ -145,10 +145,10 @@ def _settings(curve: Curve) -> dict[str, str]:
     if curve.run is None:
         return {"experiment": curve.label}
     values = {key: override.partition("=")[2] or "none" for key, override in curve.run.settings.items()}
-    return {"experiment": curve.run.name} | values | _own_ends(curve.run)
+    return {"experiment": curve.run.name} | values | _run_limits(curve.run)
 
 
-def number(text: str) -> float | None:
+def parse_number(text: str) -> float | None:
     """Return a setting as a finite number, or None."""
     try:
         value = float(text)
@@ -157,19 +157,19 @@ def number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def shown(text: str) -> str:
+def shortened(text: str) -> str:
     """Shorten long numbers from samplers, such as 0.0006380556092044456."""
-    value = number(text)
+    value = parse_number(text)
     return text if value is None or len(text) < 8 else f"{value:.8g}" if value.is_integer() else f"{value:.4g}"
 
 
-def _end_of(trial: Trial) -> str:
+def _format_end(trial: Trial) -> str:
     """Format the frames at the early end of a trial's only run, or the number of its runs that were ended early."""
     if not trial.ended:
         return "-"
     return f"{trial.ended[0]:.0f}" if len(trial.scores) == 1 else f"{len(trial.ended)} of {len(trial.scores)}"
 
 
-def _rounded(score: float) -> str:
+def _format_score(score: float) -> str:
     """Format a score like the last line of a run, with more digits for small values."""
     return f"{score:.1f}" if abs(score) >= 10 or score.is_integer() else f"{score:.3g}"

@@ -214,7 +214,7 @@ def test_overrides_of_a_file_are_plain_settings_or_none(line, refused, half):
         ("data", "env", {"_target_": "os.system", "command": "touch canary"}, "_target_='os.system' is none of the cl"),
         ("data", "seed", "${oc.create:{_target_:os.system}}", "is an interpolation"),
         ("model", "distribution", {"_target_": "own.Class"}, "'own.Class' is none of the classes"),
-        ("data", "collector", ("a", "b"), "no plain value"),
+        ("data", "collector", ("a", "b"), "not a plain value"),
     ],
 )
 def test_config_of_a_file_is_data(group, key, value, message, half, run, tmp_path):

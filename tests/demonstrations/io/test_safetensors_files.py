@@ -233,7 +233,7 @@ def test_file_of_the_first_version_is_read_as_before(tmp_path, metadata, ends):
     [
         (None, "its metadata lacks 'demonstration'"),
         ("[" * 100000, "was refused"),
-        ("[]", "expected a dict"),
+        ("[]", "must be a dict"),
         ({"schema_version": 3}, "schema version 3, this release reads version 2"),
         ({"frame_skip": 0}, "'frame_skip' is 0"),
         ({"is_human": 1}, "'is_human' is 1"),
