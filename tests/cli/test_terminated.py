@@ -160,7 +160,10 @@ def test_run_whose_environment_fails_keeps_what_was_saved(fault, tmp_path):
     finally:
         process.kill()
     assert process.said.count("error: ") == 1, process.said
-    told = {"raise": r"KeyError in step \(hanging.py, line 17\): 'pole'", "hang": r"did not return in step_timeout=0.5"}
+    told = {
+        "raise": r"KeyError in step \(hanging.py, line 17\): 'pole'",
+        "hang": r"did not return within step_timeout=0.5",
+    }
     (line,) = [line for line in process.said.splitlines() if line.startswith("error: ")]
     assert re.match(rf"error: (At step \d+ of the rollout, )?environment \d .*{told[fault]}", line)
     assert "Traceback" not in process.said

@@ -41,7 +41,7 @@ def pool(replay: FollowedReplay) -> Iterator[AsynchronousCollector]:
     collector.shutdown()
 
 
-def test_stale_weights_are_stamped_and_bounded(pool: AsynchronousCollector, forked: None) -> None:
+def test_stale_weights_are_marked_and_bounded(pool: AsynchronousCollector, forked: None) -> None:
     lags, batches = [], []
     for number, batch in enumerate(islice(pool, 7)):
         version = batch["collector", "policy_version"]
@@ -67,7 +67,7 @@ def test_stale_weights_are_stamped_and_bounded(pool: AsynchronousCollector, fork
     assert goes_on or first["next", "done"].any()
 
 
-def test_workers_follow_what_is_replayed(pool: AsynchronousCollector, replay: FollowedReplay) -> None:
+def test_workers_apply_changes_of_the_replay(pool: AsynchronousCollector, replay: FollowedReplay) -> None:
     pool.rollout()  # the workers begin with what is replayed now: nothing
     assert not replay.told
     for content in (1, 2):
@@ -95,13 +95,13 @@ def test_workers_end_with_the_last_batch(pool: AsynchronousCollector) -> None:
     assert not workers()
 
 
-def test_last_environment_begins_by_the_seed_that_is_told(forked: None) -> None:
+def test_set_seed_returns_the_seed_of_the_last_environment(forked: None) -> None:
     sizes = {"num_workers": 2, "num_envs": 2, "frames_per_batch": 4}
     collector = AsynchronousCollector(RandomEnv, **sizes, seed=9)
     last, _ = RandomEnv().reset(seed=collector.set_seed(3))
-    shown = [batch["observation"][:, 0] for batch in islice(collector, 2)]
+    observations = [batch["observation"][:, 0] for batch in islice(collector, 2)]
     collector.shutdown()
-    assert shown[-1][-1].tolist() == last.tolist()
+    assert observations[-1][-1].tolist() == last.tolist()
 
 
 def test_failing_worker_ends_all(forked: None) -> None:
@@ -172,7 +172,7 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     assert not alive(orphan)
 
 
-def test_what_cannot_be_sent_is_refused_before_any_process_starts() -> None:
+def test_unpicklable_arguments_are_rejected_before_processes_start() -> None:
     lock = threading.Lock()
     with pytest.raises(TypeError, match=r"cannot be pickled[\s\S]*factory"):
         AsynchronousCollector(lambda: CountingEnv(length=bool(lock)), frames_per_batch=8)

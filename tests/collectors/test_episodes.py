@@ -21,7 +21,7 @@ from torchrl_lightning.collectors import play_episodes
 STILL = still_policy()
 
 
-def test_known_returns_and_ends() -> None:
+def test_episodes_have_known_returns_and_ends() -> None:
     result = play_episodes(vector_env(), STILL, 6)
     # Environments 0 and 1 play two episodes, the others one.
     assert result["episode_length"].tolist() == [3, 3, 4, 4, 5, 11]
@@ -51,17 +51,17 @@ class Lucky(CountingEnv):
 
     def step(self, action):
         *step, info = super().step(action)
-        return *step, {**info, **({self.key: self.told(np.bool_(self.t % 2 == 0))} if self.key else {})}
+        return *step, {**info, **({self.key: self.success_value(np.bool_(self.t % 2 == 0))} if self.key else {})}
 
-    def told(self, is_uniformly_filled):
-        return is_uniformly_filled
+    def success_value(self, is_even_step):
+        return is_even_step
 
 
 class SeveralGoals(Lucky):
     """Says of two goals whether each is reached."""
 
-    def told(self, is_uniformly_filled):
-        return np.array([True, is_uniformly_filled])
+    def success_value(self, is_even_step):
+        return np.array([True, is_even_step])
 
 
 @pytest.mark.parametrize("kind", [Lucky, SeveralGoals])
@@ -74,7 +74,7 @@ def test_success_is_what_the_last_step_says(mode: str, key: str, kind: type[Luck
     assert "success" not in play_episodes(mute, STILL, 2)
 
 
-def test_leaves_no_trace() -> None:
+def test_evaluation_restores_modes_and_generators() -> None:
     network = nn.Sequential(nn.Dropout(), nn.Linear(3, 3).eval())
     policy = categorical_actor(network)
     modes = [module.training for module in policy.modules()]
@@ -122,9 +122,11 @@ def test_bad_input() -> None:
         play_episodes(CountingEnv, STILL, 1, seed=-2)
 
 
-def test_evaluation_without_an_end_is_told_of(monkeypatch, caplog) -> None:
+def test_evaluation_without_an_end_is_warned_about(monkeypatch, caplog) -> None:
     monkeypatch.setattr("torchrl_lightning.collectors.episodes.MANY_TORCHRL_STEPS", 3)
-    rest = TensorDictModule(lambda angle: torch.zeros(len(angle), 1), in_keys=["th"], out_keys=["action"])
-    for time_limit, told in ((2, 0), (5, 1)):
-        play_episodes(EnvironmentRecipe(PendulumEnv, time_limit=time_limit), rest, 1, num_envs=1, seed=0)
-        assert caplog.text.count("no episode has ended after 3 steps: an environment without an end needs") == told
+    policy = TensorDictModule(lambda angle: torch.zeros(len(angle), 1), in_keys=["th"], out_keys=["action"])
+    for time_limit, num_warnings in ((2, 0), (5, 1)):
+        play_episodes(EnvironmentRecipe(PendulumEnv, time_limit=time_limit), policy, 1, num_envs=1, seed=0)
+        assert (
+            caplog.text.count("no episode has ended after 3 steps: an environment without an end needs") == num_warnings
+        )

@@ -61,7 +61,7 @@ READ_BY_TORCHRL = {
 @pytest.mark.filterwarnings("ignore")  # Gymnasium's and torch's, of what is refused then
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("way", WAYS)
-def test_faulty_environment_is_told_in_one_line(way: str, name: str) -> None:
+def test_faulty_environment_is_reported_in_one_line(way: str, name: str) -> None:
     fault: Fault = FAULTS[name]
     with forked_workers():
         if way == "TorchRL" and name in READ_BY_TORCHRL:
@@ -79,7 +79,7 @@ def test_faulty_environment_is_told_in_one_line(way: str, name: str) -> None:
 
 @pytest.mark.parametrize("way", ["async", "workers"])
 @pytest.mark.parametrize("call", ["reset", "step"])
-def test_process_that_dies_is_told_with_its_exit_code(way: str, call: str) -> None:
+def test_dead_process_is_reported_with_its_exit_code(way: str, call: str) -> None:
     with forked_workers(), pytest.raises(EnvironmentFault, match="died with exit code 3") as error:
         WAYS[way](partial(Misbehaving, Fault(call, "", dies)))
     assert isinstance(error.value, RuntimeError)

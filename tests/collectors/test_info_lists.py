@@ -42,13 +42,13 @@ class Counting(gym.Env[Any, Any]):
 
     def step(self, action: Any) -> Any:
         self.steps += 1
-        told = {} if self.success is None else {"is_success": self.success}
-        return self._show(), 1.0, self.steps == self.length, False, {"steps": self.steps, **told}
+        success = {} if self.success is None else {"is_success": self.success}
+        return self._show(), 1.0, self.steps == self.length, False, {"steps": self.steps, **success}
 
     def _show(self) -> Any:
         number = np.float32(self.steps)
-        shown = {"a": np.full(1, number), "b": {"c": self.steps}}
-        return {"box": np.full(2, number), "discrete": self.steps, "dict": shown}[self.seen]
+        nested = {"a": np.full(1, number), "b": {"c": self.steps}}
+        return {"box": np.full(2, number), "discrete": self.steps, "dict": nested}[self.seen]
 
 
 def plain(mode: AutoresetMode, seen: str = "box", success: Any = (None, None)) -> VectorEnv[Any, Any, Any]:
@@ -85,13 +85,13 @@ MODES = [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seen", SEEN)
 def test_rollouts_are_those_of_info_as_a_dict(seen: str, mode: AutoresetMode, wrapper: str) -> None:
-    expected, found = (
+    expected, rollout = (
         GymnasiumCollector(env, frames_per_batch=24, seed=0).rollout()
         for env in (plain(mode, seen), WRAPPERS[wrapper](plain(mode, seen)))
     )
-    assert found["next", "done"].sum() == 6
+    assert rollout["next", "done"].sum() == 6
     for key in expected.keys(True, True):
-        assert torch.equal(expected[key], found[key]), key
+        assert torch.equal(expected[key], rollout[key]), key
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -99,7 +99,7 @@ def test_rollouts_are_those_of_info_as_a_dict(seen: str, mode: AutoresetMode, wr
 @pytest.mark.parametrize(
     ("told", "expected"), [((True, False), [True, False]), ((None, None), None), (([True, True], [True, False]), None)]
 )
-def test_evaluations_hear_of_success(told: Any, expected: Any, mode: AutoresetMode, wrapper: str) -> None:
+def test_evaluations_report_success(told: Any, expected: Any, mode: AutoresetMode, wrapper: str) -> None:
     if isinstance(told[0], list):
         told, expected = tuple(map(np.array, told)), [True, False]
     env = WRAPPERS[wrapper](plain(mode, success=told))

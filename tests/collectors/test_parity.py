@@ -71,11 +71,11 @@ def run_both(kind: str, policy: nn.Module, primers: list[object] = (), **kwargs:
 
 
 @pytest.mark.parametrize("kind", ["box", "discrete", "scalar", "dict"])
-def test_equal_step_for_step(kind: str) -> None:
+def test_rollouts_of_both_collectors_are_equal(kind: str) -> None:
     run_both(kind, plain_policy(kind))
 
 
-def test_equal_with_disabled_autoreset() -> None:
+def test_rollouts_are_equal_with_disabled_autoreset() -> None:
     run_both("dict", plain_policy("dict"), mode=AutoresetMode.DISABLED)
 
 

@@ -55,7 +55,7 @@ def run(source: Any, **kwargs: Any) -> TensorDict:
     return collector(source, **kwargs).rollout()
 
 
-def test_replayed_rows_stand_in_for_an_environment_that_rests() -> None:
+def test_replayed_rows_replace_a_paused_environment() -> None:
     with_replay, without = run(Demonstration(3, env=1, start=2, length=5)), run(None)
     others = torch.tensor([0, 2])
     assert torch.equal(with_replay["observation"][others], without["observation"][others])
@@ -146,7 +146,7 @@ def vectors(kind: str, env: Any = CountingEnv, second: int = 4) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["SameStep", "Disabled", "async"])
-def test_environments_that_cannot_rest_are_stepped_unseen(kind: str) -> None:
+def test_environments_that_cannot_pause_are_stepped_without_storing(kind: str) -> None:
     made = collector(Demonstration(3, env=1, start=1, length=5), 6, vectors(kind, BlindEnv, 3))
     try:
         batches = torch.cat([made.rollout(), made.rollout()], 1)
@@ -166,13 +166,13 @@ def test_environments_that_cannot_rest_are_stepped_unseen(kind: str) -> None:
         assert torch.equal(batches[key][others], expected[key]), key
 
 
-def test_what_cannot_be_reset_in_part_is_refused_when_that_is_needed() -> None:
+def test_environment_without_partial_resets_is_rejected_at_the_first_one() -> None:
     env = WholeResets([partial(CountingEnv, i) for i in range(3)], autoreset_mode="SameStep")
     with pytest.raises(RuntimeError, match="make_vector_env"):
         collector(Demonstration(3, 1, 1, 5), 6, env).rollout()
 
 
-def test_what_make_vector_env_built_rests() -> None:
+def test_environments_of_make_vector_env_pause_during_replays() -> None:
     built = make_vector_env(partial(CountingEnv, length=4), 3)
     batch = collector(Demonstration(3, 1, 1, 2), 1, built).rollout()
     assert batch["observation"][:, 0, 0].tolist() == [0, 50, 0]

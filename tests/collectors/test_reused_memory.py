@@ -172,7 +172,7 @@ def test_ready_vector_environment_keeps_its_environments_and_takes_several_colle
 
 
 @pytest.mark.parametrize("steps", [1, 5])
-def test_rows_that_are_lent_to_a_ring(steps: int) -> None:
+def test_shared_rows_fit_a_ring(steps: int) -> None:
     found = []
     for maker in pair(Careless, observation="dict", action="box", buffers=2):
         size = {"num_envs": 2, "frames_per_batch": 2 * steps, "total_frames": 120}
@@ -193,7 +193,7 @@ def test_last_observations_in_the_memory_of_the_next_are_refused(final: str) -> 
         collect(CarelessVector(final=final), num_envs=None)
 
 
-def test_last_observations_that_are_those_after_the_reset_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_suspicious_last_observations_are_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
     env = CarelessVector(final="late")
     for _ in range(2):
         collector = GymnasiumCollector(env, frames_per_batch=80, seed=0)
@@ -232,7 +232,7 @@ class Twice(CarelessVector):
 
 
 @pytest.mark.parametrize("kind", [Still, Twice, CarelessVector])
-def test_last_observations_that_may_be_true_are_not_told(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_plausible_last_observations_are_not_warned_about(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
     rows = GymnasiumCollector(kind(), frames_per_batch=200, seed=0).rollout()
     assert rows["next", "done"].sum() > 9
     assert not caplog.records
@@ -287,7 +287,7 @@ def test_workers_of_the_asynchronous_collector(forked) -> None:
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
 @pytest.mark.parametrize("action", ["box", "multi-discrete"])
-def test_environments_that_rest_while_demonstrations_are_replayed(action: str, vectorization: str, forked) -> None:
+def test_environments_pause_while_demonstrations_are_replayed(action: str, vectorization: str, forked) -> None:
     makers = pair(Careless, action=action, observation="box")
     demonstrations = list(record_demonstrations(makers[1], _policy(action), 3, seed=0))
 

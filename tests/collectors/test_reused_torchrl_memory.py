@@ -44,9 +44,9 @@ TORCHRL: dict[str, Callable[[Any], Any]] = {
 def test_torchrl_environments(name: str, dtype: torch.dtype) -> None:
     rollouts = [torchrl(TORCHRL[name](maker)) for maker in pair(CarelessTorchRL, dtype=dtype)]
     assert_alike(*rollouts)
-    shown, following = rollouts[0]["observation"], rollouts[0]["next", "observation"]
+    observation, following = rollouts[0]["observation"], rollouts[0]["next", "observation"]
     goes_on = ~rollouts[0]["next", "done"][:, :-1, 0]
-    assert (shown[:, 1:][goes_on] == following[:, :-1][goes_on]).all()
+    assert (observation[:, 1:][goes_on] == following[:, :-1][goes_on]).all()
     assert rollouts[0]["action"].abs().max() <= 1
 
 

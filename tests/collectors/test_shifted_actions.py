@@ -91,7 +91,7 @@ def test_policy_is_evaluated_and_recorded_and_acts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_function_of_ones_own_says_the_environments_numbers(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_scripted_policy_returns_the_environments_actions(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     space, start = SPACES[name]
     (tmp_path / f"planner_{name}.py").write_text(f"def act(observation):\n    return {start.tolist()}\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -100,7 +100,7 @@ def test_function_of_ones_own_says_the_environments_numbers(name: str, tmp_path:
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
-def test_others_go_on_beside_a_replay(vectorization: str) -> None:
+def test_other_environments_continue_during_a_replay(vectorization: str) -> None:
     make = partial(ShiftedEnv, SPACES["Discrete"][0], length=3)
     storage = DemonstrationStorage()
     storage.replace(list(record_demonstrations(make, still_policy(), 1, seed=0)), [])
@@ -112,5 +112,5 @@ def test_others_go_on_beside_a_replay(vectorization: str) -> None:
 
 
 def test_torchrls_wrapper_which_forgets_the_start_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Discrete\(3, start=-2\).*GymEnv"):
+    with pytest.raises(ValueError, match=r"GymEnv must .*Discrete\(3, start=-2\)"):
         make_environment(lambda: GymWrapper(ShiftedEnv(SPACES["Discrete"][0])), 1)

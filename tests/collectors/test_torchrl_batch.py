@@ -40,22 +40,22 @@ def test_rows_are_those_of_torchrls_rollout(name) -> None:
     env = stepped_together(make())
     n = env.num_envs
     collector = GymnasiumCollector(env, policy, frames_per_batch=n * T, seed=0)
-    mine, more = collector.rollout(), collector.rollout()
+    first, second = collector.rollout(), collector.rollout()
     twin = make()
     twin.set_seed(spawn_seeds(0, "environment", 0, count=n)[0])
     with torch.no_grad():
         expected = twin.rollout(2 * T, policy, break_when_any_done=False)
-    found = torch.cat([mine, more], 1)
+    rollout = torch.cat([first, second], 1)
     assert expected["next", "done"].sum() >= n
-    found = found.exclude("collector", "is_init", ("next", "is_init"))
-    there = [
-        key for key in found.keys(True, True) if key in expected.keys(True, True)
+    rollout = rollout.exclude("collector", "is_init", ("next", "is_init"))
+    keys = [
+        key for key in rollout.keys(True, True) if key in expected.keys(True, True)
     ]  # TorchRL's may not be truncated
-    assert not differences(plain(found.select(*there)), plain(expected.select(*there)))
-    assert set(collector.specs.keys) < set(there)
+    assert not differences(plain(rollout.select(*keys)), plain(expected.select(*keys)))
+    assert set(collector.specs.keys) < set(keys)
 
 
-def test_what_torchrl_has_to_step_is_left_to_it() -> None:
+def test_unsupported_environments_are_stepped_by_torchrl() -> None:
     for env in (
         Walk(),  # no batch
         Walk([2, 2]),
@@ -66,12 +66,12 @@ def test_what_torchrl_has_to_step_is_left_to_it() -> None:
         assert stepped_together(env) is None
 
 
-def test_recipe_that_lays_nothing_around_a_batch_leaves_it_one() -> None:
+def test_recipe_without_settings_keeps_a_batched_environment() -> None:
     assert stepped_together(EnvironmentRecipe(CartPoles)()) is not None
     assert stepped_together(EnvironmentRecipe(CartPoles, time_limit=9)()) is None
 
 
-def test_some_copies_are_reset_alone_and_the_batch_is_closed() -> None:
+def test_partial_reset_changes_only_its_copies_and_the_batch_is_closed() -> None:
     env = stepped_together(CartPoles(3))
     env.reset(seed=[5, 6, 7])
     before = env.step(np.array([0, 1, 0]))[0]

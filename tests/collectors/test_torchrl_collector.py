@@ -37,7 +37,7 @@ def collector(policy=noisy, env=None, frames=16, **settings):
     return TorchRLCollector(env, policy, frames_per_batch=frames, **{"seed": 0, **settings})
 
 
-def test_it_yields_what_torchrls_collector_yields() -> None:
+def test_batches_equal_torchrls_collector() -> None:
     def env():
         return TransformedEnv(cart_pole(), Compose(StepCounter(20), RewardSum()))
 
@@ -56,7 +56,7 @@ def test_it_yields_what_torchrls_collector_yields() -> None:
     reference.shutdown()
 
 
-def test_what_transforms_count_is_no_observation() -> None:
+def test_counters_of_transforms_are_no_observations() -> None:
     env = make_environment(lambda: TransformedEnv(cart_pole(), Compose(StepCounter(20), RewardSum())), 2)
     specs = environment_specs(env)
     assert (specs.keys, specs.num_envs, specs.action.n) == (["observation"], 2, 2)
@@ -107,7 +107,7 @@ def test_recurrent_states_are_carried_and_begin_anew(primed) -> None:
     assert play_episodes(Walk, policy, 2, seed=0)["episode_length"].max() <= 7
 
 
-def test_each_reset_begins_other_episodes() -> None:
+def test_resets_begin_different_episodes() -> None:
     made = collector(reset_at_each_batch=True)
     first, second = made.rollout(), made.rollout()
     assert second["collector", "traj_ids"].min() > first["collector", "traj_ids"].max()
@@ -135,20 +135,20 @@ def test_played_episodes() -> None:
 @pytest.mark.parametrize(
     ("env", "num_envs", "message"),
     [
-        (lambda: Walk([3]), 2, "num_envs=2, but the environment has batch size 3; give num_envs=3"),
-        (Walk([3]), 2, "give num_envs=3"),
-        (lambda: Walk([3, 1]), 3, r"has batch size \[3, 1\], expected one dimension"),
-        (lambda: TransformedEnv(cart_pole(), VecNormV2(["observation"])), 2, "Take normalize_observation=True"),
+        (lambda: Walk([3]), 2, "num_envs must be 3, .*got 2"),
+        (Walk([3]), 2, "num_envs must be 3"),
+        (lambda: Walk([3, 1]), 3, r"batch size must have one dimension, got \[3, 1\]"),
+        (lambda: TransformedEnv(cart_pole(), VecNormV2(["observation"])), 2, "Set normalize_observation=True"),
         (lambda: TransformedEnv(cart_pole(), FrameSkipTransform(2)), 2, "Give frame_skip= to GymEnv"),
-        (lambda: GymEnv("CartPole-v1", num_envs=2), 2, "bogus transition .* Leave num_envs out of GymEnv"),
+        (lambda: GymEnv("CartPole-v1", num_envs=2), 2, "bogus transition .* Remove num_envs from GymEnv"),
         (
             lambda: TransformedEnv(Walk(), RenameTransform(["reward"], ["score"])),
             2,
-            r"reward keys are \['score'\], expected one named 'reward'",
+            r"reward keys must be \['reward'\], got \['score'\]",
         ),
     ],
 )
-def test_what_does_not_fit(env, num_envs, message) -> None:
+def test_unsupported_environment_is_rejected(env, num_envs, message) -> None:
     with pytest.raises(ValueError, match=message):
         make_environment(env, num_envs)
 

@@ -49,7 +49,7 @@ class Drawn(gymnasium.Env):
 LEFT = TensorDictModule(lambda x: x[..., 0].long() * 0, in_keys=["observation"], out_keys=["action"])
 
 
-def test_film_has_a_picture_for_each_state_of_one_episode(tmp_path):
+def test_video_has_one_frame_for_each_state_of_an_episode(tmp_path):
     from moviepy import VideoFileClip
 
     path = tmp_path / "films" / "one.mp4"
@@ -66,22 +66,22 @@ def test_film_has_a_picture_for_each_state_of_one_episode(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("env", "told"),
+    ("env", "message"),
     [
-        (partial(GymEnv, "CartPole-v1"), "that of this run is TorchRL's; leave the video out."),
-        (partial(Drawn, drawn="text"), "that of this run draws str; leave the video out."),
-        (partial(Drawn, drawn=RuntimeError("no\ndisplay")), "that of this run cannot: no display"),
-        (lambda: Drawn(), "that of this run cannot: .*unexpected keyword argument 'render_mode'"),
-        (SyncVectorEnv([Drawn]), "give eval_env= an id or a factory"),
+        (partial(GymEnv, "CartPole-v1"), "a video needs a Gymnasium environment, got TorchRL's "),
+        (partial(Drawn, drawn="text"), "render_mode='rgb_array', got str. Remove the video."),
+        (partial(Drawn, drawn=RuntimeError("no\ndisplay")), "failed: no display"),
+        (lambda: Drawn(), "failed: .*unexpected keyword argument 'render_mode'"),
+        (SyncVectorEnv([Drawn]), "eval_env must be an id or a factory"),
     ],
 )
-def test_what_draws_no_picture_is_refused_by_one_line(env, told):
-    with pytest.raises(UserError, match=told) as refused:
+def test_environment_without_images_is_rejected_by_one_line(env, message):
+    with pytest.raises(UserError, match=message) as refused:
         check_renderable(env)
     assert "\n" not in str(refused.value)
 
 
-def test_film_without_its_extra_says_what_to_install(monkeypatch):
+def test_video_without_its_extra_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "moviepy", None)
     with pytest.raises(UserError, match=r"'torchrl-lightning\[video\]'"):
         check_renderable("CartPole-v1")
@@ -94,7 +94,7 @@ class Torn(Drawn):
         return super().step(action)
 
 
-def test_film_that_fails_leaves_nothing(tmp_path):
+def test_video_that_fails_leaves_no_file(tmp_path):
     with pytest.raises(EnvironmentFault, match="torn"):
         record_video(Torn, LEFT, tmp_path / "one.mp4", seed=0)
     assert list(tmp_path.iterdir()) == []

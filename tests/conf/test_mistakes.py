@@ -55,7 +55,7 @@ SETTINGS: dict[str, list[tuple[str, str]]] = {
         ("data.buffer.gamma=1.5", "data.buffer.gamma=1.5: gamma must be between 0 and 1, got 1.5."),
         ("data.buffer.gae_lambda=-1", "data.buffer.gae_lambda=-1.0: gae_lambda must be between 0 and 1, got -1.0."),
         ("data.frames_per_batch=1001", "data.frames_per_batch=1001: frames_per_batch must be a multiple of num_e"),
-        ("data.normalize_observation=[foo]", "data.normalize_observation=['foo']: normalize_observation na"),
+        ("data.normalize_observation=[foo]", "data.normalize_observation=['foo']: normalize_observation must name"),
         ("data.normalize_clip=0", "data.normalize_clip=0.0: normalize_clip must be above 0, got 0.0."),
         ("data.env=Nope-v0", "data.env: Gymnasium does not know the environment 'Nope-v0'"),
         ("data.env=gymnasium:Nope-v0", "data.env: Gymnasium does not know the environment 'gymnasium:Nope-v0': Env"),
@@ -111,9 +111,12 @@ SETTINGS: dict[str, list[tuple[str, str]]] = {
     ],
     "env=recipe": [
         ("data.env.id=Nope-v0", "data.env: Gymnasium does not know the environment 'Nope-v0'"),
-        ("data.env.frame_stack=2", "data.env.frame_stack=2 stacks images, but"),
-        ("data.env.drop=[sight]", "data.env.drop=['sight'] names entries of"),
-        ("data.env.rename={gamma: reward}", "data.env.rename={'gamma': 'reward'} takes 'r"),
+        ("data.env.frame_stack=2", "data.env.frame_stack=2 needs an image"),
+        ("data.env.drop=[sight]", "data.env.drop=['sight'] needs a Dict"),
+        (
+            "data.env.rename={gamma: reward}",
+            "data.env.rename={'gamma': 'reward'}: rename must not use the reserved names 'reward'",
+        ),
     ],
     # What is said of the groups themselves.
     "+trainer.max_epoch=3": [("", "trainer: Trainer.__init__() got an unexpected keyword argument 'max_epoch'")],

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchrl.data import Bounded, Categorical, OneHot, Unbounded
 
-from torchrl_lightning.environments.actions import ActionFormat, half_bounded_drawer
+from torchrl_lightning.environments.actions import ActionFormat, half_bounded_sampler
 from torchrl_lightning.environments.specs import space_to_spec
 
 INF = np.inf
@@ -55,13 +55,13 @@ def contained(space: Any, actions: Any) -> bool:
 def both(space: Any, actions: Any, clip: bool = False) -> Any:
     """Convert an array and a tensor, which give the same in other memory."""
     form = ActionFormat.of_space(space)
-    found, twin = form.to_environment(actions, clip), form.to_environment(torch.from_numpy(actions), clip)
-    assert isinstance(found, np.ndarray)
-    assert not np.shares_memory(found, actions)
-    np.testing.assert_array_equal(found, twin.numpy())
-    assert found.dtype == twin.numpy().dtype == space.dtype
-    assert found.shape[1:] == (space.shape or ())
-    return found
+    result, twin = form.to_environment(actions, clip), form.to_environment(torch.from_numpy(actions), clip)
+    assert isinstance(result, np.ndarray)
+    assert not np.shares_memory(result, actions)
+    np.testing.assert_array_equal(result, twin.numpy())
+    assert result.dtype == twin.numpy().dtype == space.dtype
+    assert result.shape[1:] == (space.shape or ())
+    return result
 
 
 DTYPES = [(name, dtype) for name in BOXES for dtype in (np.float32, np.float64, np.float16)]
@@ -70,19 +70,19 @@ for fine in ("uneven", "near the limit"):  # 16 bits do not tell these bounds ap
 
 
 @pytest.mark.parametrize(("name", "dtype"), DTYPES)
-def test_what_a_network_clamps_to_its_bounds_is_in_the_box(name: str, dtype: Any) -> None:
+def test_actions_clamped_to_the_bounds_are_in_the_box(name: str, dtype: Any) -> None:
     space = BOXES[name]
     spec: Any = space_to_spec(space, "action").to(torch.float32)
-    drawn = torch.randn(64, *spec.shape, generator=torch.Generator().manual_seed(0)) * 1e3
-    clamped = drawn.clamp(spec.space.low, spec.space.high) if isinstance(spec, Bounded) else drawn
-    given = clamped.numpy().astype(dtype)
-    found = both(space, given)
-    assert contained(space, found)
-    np.testing.assert_allclose(found.reshape(given.shape), given, rtol=2e-2 if dtype is np.float16 else 1e-3)
+    samples = torch.randn(64, *spec.shape, generator=torch.Generator().manual_seed(0)) * 1e3
+    clamped = samples.clamp(spec.space.low, spec.space.high) if isinstance(spec, Bounded) else samples
+    actions = clamped.numpy().astype(dtype)
+    result = both(space, actions)
+    assert contained(space, result)
+    np.testing.assert_allclose(result.reshape(actions.shape), actions, rtol=2e-2 if dtype is np.float16 else 1e-3)
 
 
 @pytest.mark.parametrize("name", [name for name in BOXES if name not in ("float16 without bounds", "near the limit")])
-def test_few_steps_of_rounding_beyond_a_bound_are_taken_back_and_more_is_not(name: str) -> None:
+def test_actions_beyond_a_bound_by_rounding_are_clipped(name: str) -> None:
     space = BOXES[name]
     form = ActionFormat.of_space(space)
     for bound, away in ((space.low, -INF), (space.high, INF)):
@@ -91,9 +91,9 @@ def test_few_steps_of_rounding_beyond_a_bound_are_taken_back_and_more_is_not(nam
         for _ in range(4):
             beyond = np.nextafter(beyond, np.float32(away))
         finite = np.isfinite(bound)
-        found = both(space, np.where(finite, beyond, np.float32(0.2)).reshape(1, *form.spec_shape))
-        assert contained(space, found)
-        np.testing.assert_array_equal(found.reshape(bound.shape)[finite], bound[finite])
+        result = both(space, np.where(finite, beyond, np.float32(0.2)).reshape(1, *form.spec_shape))
+        assert contained(space, result)
+        np.testing.assert_array_equal(result.reshape(bound.shape)[finite], bound[finite])
         far = (edge + np.float32(np.sign(away) * 0.5)).astype(np.float32)
         far = np.where(finite, far, np.float32(0.2)).reshape(1, *form.spec_shape)
         assert not contained(space, both(space, far))
@@ -104,8 +104,8 @@ def test_few_steps_of_rounding_beyond_a_bound_are_taken_back_and_more_is_not(nam
 
 
 def test_numbers_that_are_not_finite_stay_what_they_are() -> None:
-    found = both(BOXES["one"], np.array([[np.nan], [INF], [-INF]], np.float32))
-    np.testing.assert_array_equal(found, [[np.nan], [INF], [-INF]])
+    result = both(BOXES["one"], np.array([[np.nan], [INF], [-INF]], np.float32))
+    np.testing.assert_array_equal(result, [[np.nan], [INF], [-INF]])
     assert ActionFormat.of_space(BOXES["one"]).outside(torch.tensor([[np.nan], [INF], [0.5]])).tolist() == [
         [True],
         [True],
@@ -113,11 +113,11 @@ def test_numbers_that_are_not_finite_stay_what_they_are() -> None:
     ]
 
 
-def test_what_16_bits_do_not_hold_becomes_the_largest_number() -> None:
+def test_actions_beyond_16_bits_become_the_largest_number() -> None:
     space = BOXES["float16 without bounds"]
-    found = both(space, np.array([[1e6, -1e30]], np.float32))
-    assert found.tolist() == [[65504.0, -65504.0]]
-    assert contained(space, found)
+    result = both(space, np.array([[1e6, -1e30]], np.float32))
+    assert result.tolist() == [[65504.0, -65504.0]]
+    assert contained(space, result)
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -127,11 +127,11 @@ def test_whole_numbers_become_those_of_the_space(name: str, dtype: Any) -> None:
     form = ActionFormat.of_space(space)
     actions = np.zeros((3, *form.spec_shape), dtype)
     actions[1], actions[2] = 1, 1
-    found = both(space, actions)
-    assert contained(space, found)
+    result = both(space, actions)
+    assert contained(space, result)
     start = np.asarray(form.start)
-    np.testing.assert_array_equal(found.astype(int) - start, actions.reshape(found.shape).astype(int))
-    back = form.from_environment(found)
+    np.testing.assert_array_equal(result.astype(int) - start, actions.reshape(result.shape).astype(int))
+    back = form.from_environment(result)
     assert back.shape == actions.shape
     np.testing.assert_array_equal(back, actions)
 
@@ -149,17 +149,17 @@ def test_whole_numbers_are_rounded_and_never_wrap_around() -> None:
     st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=5),
     st.sampled_from([np.float16, np.float32, np.float64]),
 )
-def test_only_numbers_of_the_box_and_its_edges_are_inside(bounds: list[float], values: list[float], dtype: Any) -> None:
+def test_numbers_of_the_box_and_its_bounds_are_inside(bounds: list[float], values: list[float], dtype: Any) -> None:
     with np.errstate(over="ignore"):
         low, high = (np.array([bound]).astype(dtype) for bound in bounds)
     if not np.isfinite([low, high]).all():
         return
     space = spaces.Box(low, high, dtype=dtype)
     actions = np.array(values, np.float32)[:, None]
-    found, clipped = both(space, actions), both(space, actions, clip=True)
+    result, clipped = both(space, actions), both(space, actions, clip=True)
     assert contained(space, clipped)
     room = 1e-5 * max(abs(float(low[0])), abs(float(high[0])))
-    for action, taken in zip(actions[:, 0].astype(float), found[:, 0].astype(float), strict=True):
+    for action, taken in zip(actions[:, 0].astype(float), result[:, 0].astype(float), strict=True):
         if float(low[0]) - room / 2 <= action <= float(high[0]) + room / 2:
             assert low[0] <= taken <= high[0]
         elif dtype is np.float32:
@@ -180,7 +180,7 @@ def test_format_comes_back_from_plain_data(space: Any) -> None:
         assert getattr(restored, name) == getattr(form, name)
     for name in ("low", "high"):
         np.testing.assert_array_equal(getattr(restored, name), getattr(form, name))
-    with pytest.raises(ValueError, match="are not those of"):
+    with pytest.raises(ValueError, match="actions must fit"):
         ActionFormat.from_state({**state, "shape": [7]}, spec)
 
 
@@ -195,33 +195,33 @@ def test_format_comes_back_from_plain_data(space: Any) -> None:
 )
 def test_spec_is_a_format_too(spec: Any, action: Any, expected: Any) -> None:
     form = ActionFormat.of_spec(spec)
-    found = form.to_environment(action)
-    assert found.dtype == spec.dtype
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=spec.dtype))
-    assert spec.expand(1, *spec.shape).is_in(found)
+    result = form.to_environment(action)
+    assert result.dtype == spec.dtype
+    torch.testing.assert_close(result, torch.tensor(expected, dtype=spec.dtype))
+    assert spec.expand(1, *spec.shape).is_in(result)
 
 
-def test_number_of_16_bits_is_compared_with_more_room() -> None:
+def test_actions_of_16_bits_have_a_larger_tolerance() -> None:
     space = BOXES["float64 of 0.1"]
     form = ActionFormat.of_space(space)
     for dtype in (torch.bfloat16, torch.float16):
-        found = form.to_environment(torch.tensor([[0.1, 0.3]], dtype=dtype)).numpy()
-        assert contained(space, found)
+        result = form.to_environment(torch.tensor([[0.1, 0.3]], dtype=dtype)).numpy()
+        assert contained(space, result)
 
 
 def test_box_with_one_bound_is_drawn_as_gymnasium_draws_it() -> None:
     space = BOXES["one side"]
-    draw = half_bounded_drawer(space_to_spec(space, "action").to(torch.float32), [5000])
+    draw = half_bounded_sampler(space_to_spec(space, "action").to(torch.float32), [5000])
     assert draw is not None
     torch.manual_seed(0)
     drawn = draw().double()
-    theirs = np.stack([space.sample() for _ in range(5000)])
+    expected = np.stack([space.sample() for _ in range(5000)])
     assert drawn.isfinite().all()
     assert contained(space, ActionFormat.of_space(space).to_environment(drawn.float().numpy()))
-    np.testing.assert_allclose(drawn.mean(0), theirs.mean(0), atol=0.1)
-    np.testing.assert_allclose(drawn.std(0), theirs.std(0), atol=0.1)
+    np.testing.assert_allclose(drawn.mean(0), expected.mean(0), atol=0.1)
+    np.testing.assert_allclose(drawn.std(0), expected.std(0), atol=0.1)
     for whole in ("scalar", "matrix", "float16 without bounds"):
-        assert half_bounded_drawer(space_to_spec(BOXES[whole], "action"), [2]) is None
+        assert half_bounded_sampler(space_to_spec(BOXES[whole], "action"), [2]) is None
 
 
 def test_scalar_box_gets_the_arrays_that_it_contains() -> None:

@@ -51,16 +51,16 @@ def arrays_in(value: Any) -> list[Any]:
     ],
     ids=repr,
 )
-def test_no_array_of_a_copy_shares_memory(value: Any) -> None:
-    made = copied(value)
-    mine, others = arrays_in(made), arrays_in(value)
-    assert len(mine) == len(others)
-    for one, other in zip(mine, others, strict=True):
-        assert type(one) is type(other)
-        assert one.dtype == other.dtype
-        assert np.array_equal(one, other)
-        assert not np.shares_memory(np.asarray(one), np.asarray(other))
-    assert isinstance(made, Point) == isinstance(value, Point)
+def test_copied_arrays_share_no_memory(value: Any) -> None:
+    copy = copied(value)
+    copied_arrays, arrays = arrays_in(copy), arrays_in(value)
+    assert len(copied_arrays) == len(arrays)
+    for copied_array, array in zip(copied_arrays, arrays, strict=True):
+        assert type(copied_array) is type(array)
+        assert copied_array.dtype == array.dtype
+        assert np.array_equal(copied_array, array)
+        assert not np.shares_memory(np.asarray(copied_array), np.asarray(array))
+    assert isinstance(copy, Point) == isinstance(value, Point)
 
 
 def test_other_values_are_the_same_objects() -> None:

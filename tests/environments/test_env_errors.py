@@ -61,7 +61,7 @@ def test_observation_that_does_not_fit_its_space(case: str, at: int) -> None:
     when = "after a reset" if at == 0 else f"At step {at - 1} of the rollout,"
     with pytest.raises(ValueError, match=rf"^{when}.*1.*'observation'.*{message}") as error:
         collect(Faulty(at, observation))
-    assert "fix observation_space or the wrapper" in str(error.value)
+    assert "observation_space" in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -80,7 +80,7 @@ def test_entry_that_does_not_fit_its_space(wrong: Any, message: str) -> None:
         GymnasiumCollector(lambda: Faulty(1, wrong, kind="dict"), frames_per_batch=4).rollout()
 
 
-def test_what_is_only_rounded_or_longer_is_taken() -> None:
+def test_rounded_or_wider_values_are_accepted() -> None:
     assert collect(Faulty(0, [1, 2, 3]), Faulty(0, np.ones(3, np.float64)))["observation"].dtype == torch.float32
 
 
@@ -134,7 +134,7 @@ def test_reset_that_shows_no_numbers() -> None:
         collect(FaultyReset())
 
 
-def test_nothing_of_such_a_rollout_is_handed_out() -> None:
+def test_failed_rollout_is_not_returned() -> None:
     collector = GymnasiumCollector(lambda: Faulty(3, reward=np.nan), frames_per_batch=1, seed=0)
     rows = collector.reused_rows()
     assert [next(rows)["next", "reward"].item() >= 0 for _ in range(2)] == [True, True]
@@ -172,7 +172,7 @@ def test_environment_in_another_process_is_checked_there_once(at: int, checked: 
     collector.shutdown()
 
 
-def test_worker_tells_it_in_one_line() -> None:
+def test_worker_reports_a_fault_in_one_line() -> None:
     faulty = partial(Faulty, 0, np.zeros(4, np.float32))
     collector = AsynchronousCollector(faulty, num_workers=1, frames_per_batch=8)
     with forked_workers(), pytest.raises(ValueError, match=r"^In collector worker 0: .*shape \(4,\)") as error:

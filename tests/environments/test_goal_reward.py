@@ -19,7 +19,7 @@ def last_step(limit: int) -> tuple[float, bool, bool, set[float]]:
 
 
 @pytest.mark.parametrize(("limit", "end"), [(200, (1.0, True, False)), (100, (0.0, False, True))])
-def test_only_what_terminates_is_rewarded(limit, end):
+def test_goal_reward_rewards_only_termination(limit, end):
     assert last_step(limit) == (*end, {0.0})
 
 

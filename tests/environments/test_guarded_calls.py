@@ -71,9 +71,9 @@ def test_fault_in_a_reset_of_some_names_its_number() -> None:
     makers = iter(of_second(Fault("reset", "", lambda: next(resets)())))
     stepper = VectorStepper(make_vector_env(lambda: next(makers)(), 3))
     leaves = stepper.reset([1, 2, 3])
-    leaves = stepper.restart(np.array([True, False, True]), leaves)
+    leaves = stepper.reset_some(np.array([True, False, True]), leaves)
     with pytest.raises(EnvironmentFault, match=r"1.*ArithmeticError"):
-        stepper.restart(np.array([False, True, False]), leaves)
+        stepper.reset_some(np.array([False, True, False]), leaves)
     stepper.close()
 
 
@@ -106,7 +106,7 @@ def in_a_thread() -> None:
 def test_call_in_another_thread_ends_the_process_and_leaves_the_main_thread_alone(tmp_path: Path) -> None:
     process = Forked(in_a_thread, tmp_path)
     assert process.ends(20) == 1
-    assert "At step 1 of the rollout, environment 0 did not return in step_timeout=0.2 seconds" in process.said
+    assert "At step 1 of the rollout, environment 0 did not return within step_timeout=0.2 seconds" in process.said
     assert "interrupted" not in process.said
 
 
@@ -130,7 +130,7 @@ def test_environment_may_use_an_alarm_of_its_own(tmp_path: Path) -> None:
     assert process.said == "rang\n"
 
 
-def test_limit_holds_through_a_call_within_a_call() -> None:
+def test_limit_applies_through_nested_calls() -> None:
     calls = TimedCalls(0.2)
 
     def nested() -> None:

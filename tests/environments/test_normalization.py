@@ -55,12 +55,12 @@ OFFSETS = {
 }
 
 
-def of_type(dtype, shape=(1,), given=None):
+def of_type(dtype, shape=(1,), samples=None):
     """Specs of one entry, and a normaliser of it that has seen some values."""
     spec = Unbounded(shape, dtype=dtype) if dtype.is_floating_point else Bounded(-1, 1, shape, dtype=dtype)
     normalizer = ObservationNormalizer(EnvironmentSpecs(Composite(clock=spec), Categorical(2), 1), True, 10.0)
-    if given is not None:
-        normalizer.advance({"clock": Moments.of(given)})
+    if samples is not None:
+        normalizer.advance({"clock": Moments.of(samples)})
     return normalizer
 
 
@@ -70,15 +70,15 @@ def test_small_differences_at_a_large_offset_are_kept(dtype, offset):
     values = (steps.double() * (1 if not dtype.is_floating_point else 0.5)).add(offset).to(dtype)
     if dtype is torch.int64:
         values = (steps + offset).to(dtype)
-    normalizer = of_type(dtype, given=values)
+    normalizer = of_type(dtype, samples=values)
     expected = steps / steps.double().std(correction=0)
     for seen in (values, values.t().contiguous().t(), values.expand(60, 3)[:, ::3]):  # by the kernel, or by torch
-        found = normalizer.normalized("clock", seen)
-        assert found.dtype is torch.float32
-        torch.testing.assert_close(found.double(), expected.double(), atol=1e-4, rtol=0)
-    found, refresh = normalizer.standing("clock", values)
+        result = normalizer.normalized("clock", seen)
+        assert result.dtype is torch.float32
+        torch.testing.assert_close(result.double(), expected.double(), atol=1e-4, rtol=0)
+    result, refresh = normalizer.bind_value("clock", values)
     refresh()
-    assert torch.equal(found, normalizer.normalized("clock", values))
+    assert torch.equal(result, normalizer.normalized("clock", values))
     program = scaled_by_torch(values, *normalizer.constants("clock"), 10.0)
     assert torch.equal(program, normalizer.normalized("clock", values))
 
@@ -101,7 +101,7 @@ def test_constant_becomes_exactly_zero(dtype, value):
 def test_type_of_the_values_counts_and_not_that_of_the_spec():
     steps = torch.arange(9).remainder(3).sub(1)[:, None]
     wide = steps.double() + 1700000037
-    normalizer = of_type(torch.float32, given=wide)
+    normalizer = of_type(torch.float32, samples=wide)
     for values in (wide, steps + 1700000037):
         assert normalizer.normalized("clock", values).unique().numel() == 3
 
@@ -118,7 +118,7 @@ def test_single_precision_is_scaled_in_single_precision():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_infinite_values_are_clipped_at_a_large_offset(dtype):
-    normalizer = of_type(dtype, given=torch.tensor([[1e9], [1e9 + 512]], dtype=dtype))
+    normalizer = of_type(dtype, samples=torch.tensor([[1e9], [1e9 + 512]], dtype=dtype))
     for offset in (0, 1):  # aligned for the kernel, or not contiguous
         values = torch.tensor([[torch.inf, 0], [-torch.inf, 0], [1e9 + 256, 0]], dtype=dtype)[:, : 1 + offset][:, :1]
         assert normalizer.normalized("clock", values).flatten().tolist() == [10.0, -10.0, 0.0]
@@ -129,10 +129,10 @@ def test_default_type_does_not_change_the_bits():
     expected = of_type(torch.float32, (3,), rows).normalized("clock", rows)
     torch.set_default_dtype(torch.float64)
     try:
-        found = of_type(torch.float32, (3,), rows).normalized("clock", rows)
+        result = of_type(torch.float32, (3,), rows).normalized("clock", rows)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert torch.equal(found, expected)
+    assert torch.equal(result, expected)
 
 
 def test_epsilon_bounds_how_much_what_hardly_varies_is_enlarged():
@@ -146,13 +146,13 @@ def test_epsilon_bounds_how_much_what_hardly_varies_is_enlarged():
     assert torch.equal(again.normalized("position", near), given.normalized("position", near))
 
 
-def test_before_the_first_sample_observations_are_only_clipped():
+def test_observations_are_only_clipped_before_the_first_sample():
     normalizer = ObservationNormalizer(SPECS, ["position"], 5.0)
     assert normalizer.normalized("position", torch.tensor([1.0, 9.0, -2.0])).tolist() == [1.0, 5.0, -2.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.uint8, torch.int64])
-def test_whatever_comes_in_single_precision_goes_out(dtype):
+def test_output_is_single_precision_for_all_inputs(dtype):
     normalizer = advanced(["position"], {"position": torch.rand(9, 3)})
     assert normalizer.normalized("position", torch.ones(3, dtype=dtype)).dtype is torch.float32
 
@@ -179,11 +179,11 @@ def test_specs_show_what_a_learner_sees():
     ("keys", "message"),
     [
         (True, r"normalize_observation=True cannot normalise 'goal'.*normalize_observation=\['position', 'image'"),
-        (["goal"], r"normalize_observation=\['goal'\] cannot normalise 'goal', whose values are choices"),
-        (["positon"], r"names 'positon', but the environment observes"),
+        (["goal"], r"normalize_observation=\['goal'\] cannot normalise 'goal'"),
+        (["positon"], r"normalize_observation must name .*, got 'positon'"),
     ],
 )
-def test_what_has_no_magnitude_or_is_not_there_is_refused(keys, message):
+def test_categorical_or_missing_observation_is_rejected(keys, message):
     with pytest.raises(ValueError, match=message):
         ObservationNormalizer(SPECS, keys, 5.0)
 
@@ -247,7 +247,7 @@ def test_hook_that_comes_later_sees_each_step():
 
 
 @pytest.mark.parametrize("kind", [Watching, Bare])
-def test_collected_with_it_rollouts_are_raw_and_the_policy_saw_the_same_bits_as_a_learner(kind):
+def test_rollouts_of_a_normalized_policy_are_raw_and_equal_the_learners_inputs(kind):
     collector = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=40, seed=0)
     normalizer = ObservationNormalizer(collector.specs, True, 10.0)
     normalizer.advance({"observation": Moments.of(torch.rand(50, 4))})

@@ -69,7 +69,7 @@ def torchrl(name: str, nested: bool = False) -> GymWrapper:
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED))
-def test_name_of_ours_is_refused_with_what_mends_it(name: str) -> None:
+def test_reserved_name_is_rejected_with_a_remedy(name: str) -> None:
     with pytest.raises(ValueError, match=rf"'{name}'.*rename={{{name}: last_{name.strip('_')}}}"):
         environment_specs(ready(name))
 
@@ -93,7 +93,7 @@ ON_POLICY = partial(OnPolicyDataModule, buffer=partial(GAEBuffer, 8), num_envs=2
         lambda: make_environment(EnvironmentRecipe(partial(torchrl, "done")), 2),
     ],
 )
-def test_every_way_to_read_specs_refuses(read: Any) -> None:
+def test_specs_of_invalid_observations_are_rejected_by_all_readers(read: Any) -> None:
     with pytest.raises(ValueError, match=r"rename="):
         read()
 
@@ -128,7 +128,7 @@ def test_torchrls_environments_rename_too(name: str, nested: bool) -> None:
     env.close()
 
 
-def test_names_are_those_before_and_what_follows_sees_the_new_ones() -> None:
+def test_wrappers_use_old_names_and_later_settings_new_names() -> None:
     recipe = EnvironmentRecipe(Telling, keep=["reward"], rename={"reward": "told"})
     assert list(recipe().observation_space.spaces) == ["told"]
     swapped = EnvironmentRecipe(partial(Telling, "other"), rename={"other": "observation", "observation": "other"})()
@@ -139,18 +139,18 @@ def test_names_are_those_before_and_what_follows_sees_the_new_ones() -> None:
 
 
 MISFITS: dict[str, tuple[Any, dict[str, Any]]] = {
-    r"rename=.*\['rewrd'\].*not there": (Telling, {"rename": {"rewrd": "told"}}),
-    r"rename=.*\['reward'\].*not there; the environment observes \['observation'\]": (
+    r"rename must .*\['rewrd'\] are missing": (Telling, {"rename": {"rewrd": "told"}}),
+    r"rename must name .*\['observation'\], got .*\['reward'\] are missing": (
         Telling,
         {"drop": ["reward"], "rename": {"reward": "told"}},
     ),
-    "two entries.*'observation'": (Telling, {"rename": {"reward": "observation"}}),
-    "two entries.*'c'": ("A-v0", {"rename": {"a": "c", "b": "c"}}),
-    "'gamma'.*keeps": ("A-v0", {"rename": {"reward": "gamma"}}),
-    "rename=.*entries of a Dict": ("CartPole-v1", {"rename": {"a": "b"}}),
-    r"rename=.*\['gama'\].*not there": (partial(torchrl, "gamma"), {"rename": {"gama": "told"}}),
-    "two entries .*'observation'": (partial(torchrl, "gamma"), {"rename": {"gamma": "observation"}}),
-    "within the environment": (partial(torchrl, "next"), {"rename": {"next": "told"}}),
+    "got 'observation' twice": (Telling, {"rename": {"reward": "observation"}}),
+    "got 'c' twice": ("A-v0", {"rename": {"a": "c", "b": "c"}}),
+    "reserved names 'gamma'": ("A-v0", {"rename": {"reward": "gamma"}}),
+    "rename=.*needs a Dict": ("CartPole-v1", {"rename": {"a": "b"}}),
+    r"rename must .*\['gama'\] are missing": (partial(torchrl, "gamma"), {"rename": {"gama": "told"}}),
+    "got 'observation' twice ": (partial(torchrl, "gamma"), {"rename": {"gamma": "observation"}}),
+    "inside the environment": (partial(torchrl, "next"), {"rename": {"next": "told"}}),
     "time_limit=3 .*step_count": (
         partial(torchrl, "step_count"),
         {"rename": {"step_count": "told"}, "time_limit": 3},
@@ -240,7 +240,7 @@ def test_name_that_specs_cannot_hold_is_refused_and_renamed(name: Any, nested: b
 @pytest.mark.parametrize("nested", [False, True])
 def test_torchrls_environments_refuse_them_in_one_line(name: str, nested: bool) -> None:
     make = partial(GymWrapper, Spaced(at(name, nested)), categorical_action_encoding=True)
-    with pytest.raises(ValueError, match="within the environment"):
+    with pytest.raises(ValueError, match="inside the environment"):
         make_environment(make, 2)
 
 
@@ -248,7 +248,7 @@ def test_torchrls_environments_refuse_them_in_one_line(name: str, nested: bool) 
     "name", ["keys", "items", "batch_size", "names", "data", "a.b", "..", "a/b", "é", "_x", "state"]
 )
 @pytest.mark.parametrize("nested", [False, True])
-def test_any_other_name_is_an_observation(name: str, nested: bool) -> None:
+def test_unreserved_name_is_an_observation(name: str, nested: bool) -> None:
     sizes: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 16, "num_mini_batch": 1, "num_epochs": 1}
     data = OnPolicyDataModule(partial(Spaced, at(name, nested)), **sizes, eval_episodes=1, seed=0)
     run = trainer(max_epochs=1, limit_val_batches=1)
@@ -262,20 +262,20 @@ def test_nested_entries_are_renamed_by_their_paths() -> None:
     rename = {"arm": "leg", "arm.b.a": "c", "arm.a": "whole"}
     env = EnvironmentRecipe(make, rename=rename)()
     observation, _ = env.reset()
-    shown = env.observation_space
-    assert shown.contains(observation)
-    assert sorted(shown) == ["a", "leg", "whole"]
-    assert sorted(shown["leg"]) == ["a", "b"]
-    assert list(shown["leg"]["b"]) == ["c"]
+    space = env.observation_space
+    assert space.contains(observation)
+    assert sorted(space) == ["a", "leg", "whole"]
+    assert sorted(space["leg"]) == ["a", "b"]
+    assert list(space["leg"]["b"]) == ["c"]
 
 
 @pytest.mark.parametrize(
     ("rename", "message"),
     [
-        ({"arm.a": "c"}, "two entries the name 'c'"),
-        ({"arm.x": "y"}, r"\['arm.x'\], which are not there"),
-        ({"arm.a": "shape"}, "'shape', which a run or TorchRL keeps"),
-        ({"arm": ""}, "other names"),
+        ({"arm.a": "c"}, "got 'c' twice"),
+        ({"arm.x": "y"}, r"\['arm.x'\] are missing"),
+        ({"arm.a": "shape"}, "reserved names 'shape'"),
+        ({"arm": ""}, "rename must map .*got"),
     ],
 )
 def test_nested_renaming_that_does_not_fit_is_named(rename: dict[str, str], message: str) -> None:
@@ -285,6 +285,6 @@ def test_nested_renaming_that_does_not_fit_is_named(rename: dict[str, str], mess
 
 
 @pytest.mark.parametrize("rename", [{"reward": 3}, ["reward"]])
-def test_what_does_not_map_names_to_names_is_no_renaming(rename: Any) -> None:
-    with pytest.raises(TypeError, match=r"rename=.*names"):
+def test_renaming_must_map_names_to_names(rename: Any) -> None:
+    with pytest.raises(TypeError, match=r"rename must map .*got"):
         EnvironmentRecipe("A-v0", rename=rename)

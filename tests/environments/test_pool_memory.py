@@ -28,7 +28,7 @@ class Pool:
             "reward": np.zeros(num_envs, np.float32),
             "flags": np.zeros((2, num_envs), bool),
         }
-        self.kept: list[Any] = []
+        self.owned: list[Any] = []
 
     def _returned(self, value: Any, array: Any) -> Any:
         if not self.careless:
@@ -53,7 +53,7 @@ class Pool:
         return self._shown(rows), {}
 
     def step(self, actions: Any) -> Any:
-        for array, value in self.kept:
+        for array, value in self.owned:
             assert np.array_equal(array, value)
             assert not np.shares_memory(array, actions)
         self._spoil()
@@ -61,12 +61,12 @@ class Pool:
         reward = actions.astype(np.float32).sum(1)
         if self.careless:
             actions[...] = 1
-            self.kept.append((actions, actions.copy()))
+            self.owned.append((actions, actions.copy()))
         over = self.state[:, 1] >= 3 + np.arange(len(self.state)) % 2
         flags = np.stack([over & (self.state[:, 0] % 20 == 0), over & (self.state[:, 0] % 20 != 0)])
-        shown = self._shown(np.arange(len(self.state)))
+        observations = self._shown(np.arange(len(self.state)))
         ends = [self._returned(flag, memory) for flag, memory in zip(flags, self.memory["flags"], strict=True)]
-        return shown, self._returned(reward, self.memory["reward"]), *ends, {}
+        return observations, self._returned(reward, self.memory["reward"]), *ends, {}
 
     def close(self) -> None:
         self.state = self.state[:0]
@@ -105,12 +105,12 @@ def test_rows_are_as_of_fresh_arrays(pools: Any) -> None:
 def test_reset_of_some_leaves_what_the_others_show(pools: Any) -> None:
     from torchrl_lightning.environments.backends.envpool_env import EnvPoolVectorEnv
 
-    shown = []
+    observations = []
     for pools.careless in (True, False):
         env = EnvPoolVectorEnv("Counts-v0", 3, {})
         env.reset(seed=0)
         env.step(np.zeros((3, 2), np.float32))
         observation, _ = env.reset(options={"reset_mask": np.array([False, True, False])})
-        shown.append((observation["counts"].tolist(), observation["inner"]["total"].tolist()))
+        observations.append((observation["counts"].tolist(), observation["inner"]["total"].tolist()))
         env.close()
-    assert shown[0] == shown[1] == ([[10, 1], [20, 0], [10, 1]], [11, 20, 11])
+    assert observations[0] == observations[1] == ([[10, 1], [20, 0], [10, 1]], [11, 20, 11])

@@ -124,27 +124,27 @@ def test_module_registers_the_ids_that_do_not_name_it(tmp_path, monkeypatch) -> 
     assert EnvironmentRecipe(CartPoleEnv, module="registering")().spec is None
 
 
-def made(given: Any = Mission, /, **settings: Any) -> Any:
-    return EnvironmentRecipe(given, **settings)()
+def make_env(env: Any = Mission, /, **settings: Any) -> Any:
+    return EnvironmentRecipe(env, **settings)()
 
 
-CART_POLE = partial(made, "CartPole-v1")
+CART_POLE = partial(make_env, "CartPole-v1")
 NOTHING = {"_target_": "gymnasium.wrappers.Nothing"}
 MISFITS = {
-    "frame_stack must be a positive integer": (made, {"frame_stack": 0}),
-    "give one of them": (made, {"keep": ["a"], "drop": ["b"]}),
-    r"wrappers\[0\] has the unknown _target_ 'gymnasium.wrappers.Nothing'": (made, {"wrappers": [NOTHING]}),
-    r"'masked.Own': No module named 'masked'. Run where masked.py lies, or name its folder in PYTHONPATH\.$": (
-        made,
+    "frame_stack must be a positive integer": (make_env, {"frame_stack": 0}),
+    "keep and drop must not both": (make_env, {"keep": ["a"], "drop": ["b"]}),
+    r"wrappers\[0\] has the unknown _target_ 'gymnasium.wrappers.Nothing'": (make_env, {"wrappers": [NOTHING]}),
+    r"'masked.Own': No module named 'masked'. Run in the folder of masked.py, or add this folder to PYTHONPATH\.$": (
+        make_env,
         {"wrappers": [{"_target_": "masked.Own"}]},
     ),
-    r"drop=\['misson'\].*observes \['image'": (made, {"drop": ["misson"]}),
-    r"keep=\['sight'\].*not there": (made, {"keep": ["sight"]}),
-    "leaves nothing": (made, {"drop": ["image", "step", "mission"]}),
-    "entries of a Dict": (CART_POLE, {"keep": ["image"]}),
-    "frame_stack=2 stacks images": (CART_POLE, {"frame_stack": 2}),
-    r"observe=\[4\] must name entries 0 to 3": (CART_POLE, {"observe": [4]}),
-    "stacks images": (FrameStack, {"env": gym.make("CartPole-v1"), "count": 2}),
+    r"^drop must .*\['image'.*\['misson'\] are missing": (make_env, {"drop": ["misson"]}),
+    r"^keep must .*\['sight'\] are missing": (make_env, {"keep": ["sight"]}),
+    r"^drop must .* no entry remains": (make_env, {"drop": ["image", "step", "mission"]}),
+    r"keep=.*needs a Dict": (CART_POLE, {"keep": ["image"]}),
+    "^frame_stack=2 needs an image in the observation, got Box": (CART_POLE, {"frame_stack": 2}),
+    r"observe must be indices from 0 to 3 of .*, got \[4\]": (CART_POLE, {"observe": [4]}),
+    "^frame_stack=2 needs an image": (FrameStack, {"env": gym.make("CartPole-v1"), "count": 2}),
 }
 
 
@@ -157,21 +157,21 @@ def test_setting_that_does_not_fit_is_named(message: str) -> None:
 
 def test_wrapper_of_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "minigrid", None)
-    with pytest.raises(ValueError, match=r"'minigrid.wrappers.NoDeath'.*-lightning\[minigrid\]\.$"):
-        made(wrappers=[{"_target_": "minigrid.wrappers.NoDeath"}])
+    with pytest.raises(ValueError, match=r"'minigrid.wrappers.NoDeath'.*-lightning\[minigrid\]'\.$"):
+        make_env(wrappers=[{"_target_": "minigrid.wrappers.NoDeath"}])
 
 
 @pytest.mark.parametrize(
     ("given", "settings", "message"),
     [
-        (3, {}, r"id is 3; expected a callable"),
-        ("A-v0", {"wrappers": [3]}, r"wrappers\[0\] is 3"),
-        ("CartPole-v1", {"wrappers": [lambda env: 3]}, "made a int"),
+        (3, {}, r"id must be a callable.*got 3"),
+        ("A-v0", {"wrappers": [3]}, r"wrappers\[0\] must be a callable.*got 3"),
+        ("CartPole-v1", {"wrappers": [lambda env: 3]}, r"wrappers\[0\]=.*gymnasium.Env, got int"),
     ],
 )
-def test_what_is_something_else_is_named(given: Any, settings: dict[str, Any], message: str) -> None:
+def test_setting_of_the_wrong_type_is_named(given: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        made(given, **settings)
+        make_env(given, **settings)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_what_is_something_else_is_named(given: Any, settings: dict[str, Any], m
         (Mission, "kit.images.Mission"),
     ],
 )
-def test_ours_are_saved_by_the_names_that_users_know(part, name):
+def test_exports_are_saved_by_their_public_names(part, name):
     assert plain(part) == name
 
 

@@ -50,7 +50,7 @@ def test_workers_of_neighbouring_runs_share_no_environment_seed() -> None:
     assert_distinct(seeds, 21 * 8)
 
 
-def test_path_is_its_name_and_its_numbers() -> None:
+def test_seeds_of_different_paths_differ() -> None:
     paths = [("a",), ("b",), ("a", 0), ("a", 1), ("a", 0, 1), ("a", 1, 0), ("a", "b")]
     assert len({spawn_seed(seed, *path) for seed in range(3) for path in paths}) == 3 * len(paths)
     assert spawn_seeds(3, "a", count=5)[:2] == spawn_seeds(3, "a", count=2)

@@ -37,9 +37,9 @@ def test_spec_comes_back_from_plain_data(space):
 @pytest.mark.parametrize("space", SPACES, ids=str)
 def test_space_comes_back_from_its_spec(space):
     spec = space_to_spec(space, "observation")
-    made = spec_to_space(spec)
-    assert space_to_spec(made, "observation") == spec
-    assert made == space or space.shape == ()  # TorchRL gives scalars a dimension
+    converted = spec_to_space(spec)
+    assert space_to_spec(converted, "observation") == spec
+    assert converted == space or space.shape == ()  # TorchRL gives scalars a dimension
 
 
 def test_other_kinds_are_refused():

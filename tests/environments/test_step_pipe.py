@@ -30,7 +30,7 @@ RESULTS = [
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
-def test_steps_and_all_else(space) -> None:
+def test_pipe_sends_steps_and_other_messages(space) -> None:
     ours, theirs = (StepPipe(end, space) for end in Pipe())
     space.seed(0)
     for action in iterate(batch_space(space, 3), batch_space(space, 3).sample()):

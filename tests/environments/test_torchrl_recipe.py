@@ -48,16 +48,16 @@ def test_transform_in_each_form_serves_several_environments(wrapper) -> None:
 
 @pytest.mark.parametrize("layout", ["hwc", "chw"])
 def test_stacked_images_are_those_of_gymnasiums_environment(layout) -> None:
-    ours = EnvironmentRecipe(lambda: ImageAlone(Mission(), layout), frame_stack=3)()
-    theirs = EnvironmentRecipe(partial(image, layout), frame_stack=3)()
-    step = theirs.reset()
-    shown = "pixels" if "pixels" in step.keys() else "observation"  # noqa: SIM118
-    seen = [(ours.reset()[0], step[shown])]
+    gymnasium_env = EnvironmentRecipe(lambda: ImageAlone(Mission(), layout), frame_stack=3)()
+    torchrl_env = EnvironmentRecipe(partial(image, layout), frame_stack=3)()
+    step = torchrl_env.reset()
+    key = "pixels" if "pixels" in step.keys() else "observation"  # noqa: SIM118
+    pairs = [(gymnasium_env.reset()[0], step[key])]
     for _ in range(4):
-        step = theirs.step(step.set("action", torch.tensor(0)))["next"]
-        seen.append((ours.step(0)[0], step[shown]))
-    for mine, yours in seen:
-        assert torch.equal(torch.as_tensor(mine), yours)
+        step = torchrl_env.step(step.set("action", torch.tensor(0)))["next"]
+        pairs.append((gymnasium_env.step(0)[0], step[key]))
+    for stacked, expected in pairs:
+        assert torch.equal(torch.as_tensor(stacked), expected)
 
 
 def test_entries_that_are_shown() -> None:
@@ -76,24 +76,27 @@ def test_entries_that_are_shown() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"action_repeat": 2}, "action_repeat=2 is for Gymnasium's .* Give frame_skip=2 to GymEnv"),
-        ({"observe": [0]}, r"observe=\[0\] is for Gymnasium's"),
-        ({"frame_stack": 4}, r"frame_stack=4 stacks images of three dimensions, but .* \{'observation': \(2,\)\}"),
-        ({"keep": ["place"]}, r"keep=\['place'\] names \['place'\], which are not there; .*\['observation'\]"),
-        ({"drop": ["observation"]}, r"drop=\['observation'\] leaves nothing"),
-        ({"wrappers": [{"_target_": "torchrl.envs.RewardScaling"}]}, r"wrappers\[0\]=.* makes no TorchRL transform"),
+        ({"action_repeat": 2}, "action_repeat must be 1 .* got 2.* Give frame_skip=2 to GymEnv"),
+        ({"observe": [0]}, r"observe must be None .* got \[0\]"),
+        ({"frame_stack": 4}, r"frame_stack=4 needs an image of three dimensions .* \{'observation': \(2,\)\}"),
+        ({"keep": ["place"]}, r"keep must .*\['observation'\], got \['place'\]: \['place'\] are missing"),
+        ({"drop": ["observation"]}, r"drop must .* got \['observation'\]: no entry remains"),
+        ({"wrappers": [{"_target_": "torchrl.envs.RewardScaling"}]}, r"wrappers\[0\]=.* must make a TorchRL transform"),
         ({"wrappers": [{"_target_": "torchrl.envs.CatTensors", "in_keys": ["a"]}]}, r"wrappers\[0\]=.* does not fit"),
-        ({"wrappers": [{"_target_": "gymnasium.wrappers.TimeLimit"}]}, r"wrappers\[0\]=.* makes no TorchRL transform"),
-        ({"wrappers": [StepCounter], "time_limit": 3}, "there is one already; leave one of them out"),
+        (
+            {"wrappers": [{"_target_": "gymnasium.wrappers.TimeLimit"}]},
+            r"wrappers\[0\]=.* must make a TorchRL transform",
+        ),
+        ({"wrappers": [StepCounter], "time_limit": 3}, "adds a second StepCounter"),
     ],
 )
-def test_what_does_not_fit_is_named(settings, message) -> None:
+def test_setting_without_a_matching_transform_is_named(settings, message) -> None:
     with pytest.raises(ValueError, match=message):
         EnvironmentRecipe(Walk, **settings)()
 
 
-def test_what_is_no_environment_or_transform() -> None:
+def test_invalid_environment_or_transform_is_rejected() -> None:
     with pytest.raises(TypeError, match=r"gymnasium.Env.*EnvBase"):
         EnvironmentRecipe(dict)()
-    with pytest.raises(TypeError, match=r"wrappers\[0\]=.* made a dict; a TorchRL environment needs"):
+    with pytest.raises(TypeError, match=r"wrappers\[0\]=.* must make a TorchRL transform .*, got dict"):
         EnvironmentRecipe(Walk, wrappers=[dict])()

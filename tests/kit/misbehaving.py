@@ -114,7 +114,7 @@ def _returned(call: str) -> dict[str, Fault]:
         "a ragged observation": (_put(0, [[1.0], [1.0, 2.0]]), "object|inhomogeneous|shape"),
         "an observation of texts": (_put(0, _TEXT), "U1|str"),
         "an observation of complex numbers": (_put(0, np.zeros(3, np.complex64)), "complex"),
-        "an observation of another structure": (_put(0, {"x": 0}), "dict|object|does not fit"),
+        "an observation of another structure": (_put(0, {"x": 0}), "dict|object|invalid values"),
         "NaN": (_put(0, _NAN), "nan"),
         "infinity": (_put(0, _INF), "inf"),
         "no info": (_put(-1, None), "None"),

@@ -115,7 +115,7 @@ class AsynchronousCollector(WorkersCollector):
 
     def _next(self) -> tuple[TensorDict, int, int]:
         pool = self._pool or self._start()
-        self._tell_workers()
+        self._send_deltas()
         worker = self._batches % self.num_workers
         return pool.receive(worker).transpose(0, 1), worker, int(self._yielded[worker]) + 1
 
@@ -127,16 +127,16 @@ class AsynchronousCollector(WorkersCollector):
         self._pool, self._end_pool = pool, weakref.finalize(self, pool.close)
         return pool
 
-    def _tell_workers(self) -> None:
+    def _send_deltas(self) -> None:
         if self._pool is not None:
             for worker in range(self.num_workers):
                 if (news := self._news(worker)) is not None:
-                    self._pool.tell(worker, news)
+                    self._pool.send_delta(worker, news)
 
     def _publish(self, version: int) -> None:
         if self._weights is not None:
             self._weights.publish(self.policy, version)
-        self._tell_workers()
+        self._send_deltas()
 
     def _stop(self) -> None:
         end, self._pool, self._end_pool, self._weights = self._end_pool, None, None, None

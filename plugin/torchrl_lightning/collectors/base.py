@@ -17,18 +17,18 @@ from torchrl_lightning._core.state import Attribute, Stateful, bounded_integer, 
 from torchrl_lightning._core.torch_defaults import check_default_device
 from torchrl_lightning._core.validators import Checked, boolean, budget, check_defaults, frames, integer
 from torchrl_lightning.environments.backends.vector_env import make_vector_env
-from torchrl_lightning.environments.policy_calls import Policy, check_policy, dotted, load_weights
+from torchrl_lightning.environments.policy_calls import Policy, check_policy, dotted_name, load_weights
 from torchrl_lightning.environments.replay_source import ReplaySource
 from torchrl_lightning.environments.seeds import check_seed
 from torchrl_lightning.environments.specs import EnvironmentSpecs, environment_specs
 
 
 def _by_dotted_name(states: Mapping[NestedKey, Tensor]) -> dict[str, Tensor]:
-    return {dotted(key): value for key, value in states.items()}
+    return {dotted_name(key): value for key, value in states.items()}
 
 
 RECURRENT_STATES = Attribute(
-    of=lambda collector: collector._read_states, at="_states", form=_by_dotted_name, only="_plays"
+    of=lambda collector: collector._check_states, at="_states", form=_by_dotted_name, only="_has_replay"
 )
 """State entry: recurrent states of environments in a replay."""
 
@@ -41,13 +41,13 @@ def check_random_frames(value: Any, policy: object) -> int:
     return number
 
 
-def check_acting(policy: object, exploration_type: ExplorationType | None, **switches: bool) -> None:
+def check_exploration(policy: object, exploration_type: ExplorationType | None, **switches: bool) -> None:
     """Validate the exploration type and named boolean switches; exploration needs a policy."""
     if exploration_type is not None and not isinstance(exploration_type, ExplorationType):
         raise TypeError(f"exploration_type must be an ExplorationType, got {exploration_type!r}.")
     if policy is None:
-        usual = ExplorationType.RANDOM
-        check_defaults("without a policy", "give a policy", exploration_type=(exploration_type, usual))
+        default = ExplorationType.RANDOM
+        check_defaults("without a policy", "give a policy", exploration_type=(exploration_type, default))
     for name, value in switches.items():
         boolean(value, name)
 
@@ -57,7 +57,7 @@ def check_replay(replay: ReplaySource | None, num_envs: int, owner: str) -> None
     playing = getattr(replay, "playing", None)  # a plain function can also be a replay
     if playing is not None and len(playing) != num_envs:
         raise ValueError(
-            f"replay= is for {len(playing)} environments, but {owner} has num_envs={num_envs}; build it for these."
+            f"replay must have num_envs={num_envs}, as {owner} has, got {len(playing)}. Build it with this number."
         )
 
 
@@ -74,13 +74,13 @@ class CollectorBase(Stateful):
     }
     flags_beginnings = True
     """Whether ``is_init`` and ``done`` mark the start of each trajectory."""
-    _plays = False  # True if a replay is given; it continues in a restored collector
+    _has_replay = False  # True if a replay is given; it continues in a restored collector
     _states: Mapping[NestedKey, Tensor]  # recurrent states of running episodes
 
     @property
     def replays(self) -> bool:
         """Whether the collector replays recorded steps in some environments."""
-        return self._plays
+        return self._has_replay
 
     total_frames = Checked(budget)
     clip_actions = False
@@ -98,12 +98,12 @@ class CollectorBase(Stateful):
     ) -> None:
         check_policy(policy)
         check_default_device()
-        self.steps, left = divmod(integer(frames_per_batch, "frames_per_batch"), integer(num_envs, "num_envs"))
-        if left:
+        self.steps, remainder = divmod(integer(frames_per_batch, "frames_per_batch"), integer(num_envs, "num_envs"))
+        if remainder:
             nearest = max(1, round(frames_per_batch / num_envs)) * num_envs
             raise ValueError(
-                f"frames_per_batch={frames_per_batch} is not a multiple of num_envs={num_envs}; "
-                f"the nearest is {nearest}."
+                f"frames_per_batch must be a multiple of num_envs={num_envs}, got {frames_per_batch}. "
+                f"The nearest multiple is {nearest}."
             )
         self._env_source, self._env_args = source, env_args
         self.policy, self.num_envs = policy, num_envs
@@ -138,9 +138,9 @@ class CollectorBase(Stateful):
 
     def iterator(self) -> Iterator[TensorDict]:
         """Yield batches until ``total_frames`` are collected; an error or Ctrl-C shuts the collector down."""
-        yield from self._until_spent(self.rollout)
+        yield from self._collect_until_limit(self.rollout)
 
-    def _until_spent(self, collect: Callable[[], TensorDict]) -> Iterator[TensorDict]:
+    def _collect_until_limit(self, collect: Callable[[], TensorDict]) -> Iterator[TensorDict]:
         while self.total_frames < 0 or self.frames < self.total_frames:
             try:
                 batch = collect()
@@ -174,10 +174,10 @@ class CollectorBase(Stateful):
         self.reset()
         super().apply_state(values)
 
-    def _read_states(self, value: Any, name: str) -> dict[NestedKey, Tensor]:
-        schema = {dotted(key): tensor(state.dtype, *state.shape) for key, state in self._states.items()}
-        found = check_state(value, schema, f"collector's {name}")
-        return {key: found[dotted(key)] for key in self._states}
+    def _check_states(self, value: Any, name: str) -> dict[NestedKey, Tensor]:
+        schema = {dotted_name(key): tensor(state.dtype, *state.shape) for key, state in self._states.items()}
+        states = check_state(value, schema, f"collector's {name}")
+        return {key: states[dotted_name(key)] for key in self._states}
 
     def __repr__(self) -> str:
         return (

@@ -20,7 +20,7 @@ from torchrl_lightning.collectors.vector_stepper import VectorStepper
 from torchrl_lightning.environments.actions import check_clipping
 from torchrl_lightning.environments.backends.torchrl_batch import stepped_together
 from torchrl_lightning.environments.backends.torchrl_env import copy_calls, make_environment, with_bookkeeping
-from torchrl_lightning.environments.env_errors import blame_step, env_errors, position
+from torchrl_lightning.environments.env_errors import env_errors, position, reraise_step_error
 from torchrl_lightning.environments.observation_limits import check_magnitudes, magnitude_limits
 from torchrl_lightning.environments.policy_calls import (
     Policy,
@@ -94,10 +94,10 @@ def play_episodes(
         check_seed(seed)
     if isinstance(env, EnvironmentRecipe):
         env = env.for_evaluation()
-    ready = isinstance(env, VectorEnv | EnvBase)
-    if num_envs is None and not ready:
+    is_ready = isinstance(env, VectorEnv | EnvBase)
+    if num_envs is None and not is_ready:
         num_envs = min(num_episodes, _MAX_ENVS)
-    made = make_environment(env, num_envs, vectorization="sync", own_number=not ready)
+    built = make_environment(env, num_envs, vectorization="sync", own_number=not is_ready)
     try:
         with (
             torch.no_grad(),
@@ -105,13 +105,13 @@ def play_episodes(
             IsolatedRng(None if seed is None else spawn_seed(seed, "episodes", "policy"), policy_device(policy)),
             set_exploration_type(ExplorationType.DETERMINISTIC if deterministic else ExplorationType.RANDOM),
         ):
-            together = stepped_together(made) if isinstance(made, EnvBase) else made
-            if together is None:
-                return _play_torchrl(made, policy, num_episodes, seed, clip)
-            return _play(VectorStepper(together), policy, num_episodes, seed, clip)
+            vector_env = stepped_together(built) if isinstance(built, EnvBase) else built
+            if vector_env is None:
+                return _play_torchrl(built, policy, num_episodes, seed, clip)
+            return _play(VectorStepper(vector_env), policy, num_episodes, seed, clip)
     finally:
-        if not ready:
-            close_environment(made)
+        if not is_ready:
+            close_environment(built)
 
 
 def _play(stepper: VectorStepper, policy: Policy, num_episodes: int, seed: int | None, clip: bool) -> TensorDict:
@@ -120,15 +120,15 @@ def _play(stepper: VectorStepper, policy: Policy, num_episodes: int, seed: int |
     loop = RolloutLoop(stepper, specs, policy, recurrent_states(policy, count))
     memory = RolloutMemory(specs, stepper, 1, loop.states, limits=loop.limits)
     loop.reset(None if seed is None else spawn_seeds(seed, "episodes", count=count))
-    record = _Record(num_episodes, count)
+    results = _EpisodeResults(num_episodes, count)
     device = policy_device(policy)
     step = 0
-    while not record.is_complete:
-        for _ in loop.steps(memory, device, before=step):
+    while not results.is_complete:
+        for _ in loop.steps(memory, device, first_step=step):
             step += 1
             ends = memory.terminated[0], memory.truncated[0], memory.done[0]
-            record.add(memory.rewards[0], *ends, stepper.successes(loop.info))
-    return record.result()
+            results.add(memory.rewards[0], *ends, stepper.successes(loop.info))
+    return results.to_tensordict()
 
 
 def _play_torchrl(env: EnvBase, policy: Policy, num_episodes: int, seed: int | None, clip: bool) -> TensorDict:
@@ -139,12 +139,12 @@ def _play_torchrl(env: EnvBase, policy: Policy, num_episodes: int, seed: int | N
     env = with_bookkeeping(env, policy, clip)
     if seed is not None:
         env.set_seed(spawn_seed(seed, "episodes"))
-    record = _Record(num_episodes, env.batch_size.numel(), MANY_TORCHRL_STEPS)
+    results = _EpisodeResults(num_episodes, env.batch_size.numel(), MANY_TORCHRL_STEPS)
     device = policy_device(policy)
     with env_errors("reset"):
         step = env.reset()
     number, limits = 0, magnitude_limits(policy, specs.observation)
-    while not record.is_complete:
+    while not results.is_complete:
         if limits:
             check_magnitudes({key: step.get(key) for key in limits}, limits)
         step = apply_policy(policy, step, device, form)
@@ -152,26 +152,26 @@ def _play_torchrl(env: EnvBase, policy: Policy, num_episodes: int, seed: int | N
         try:
             stepped, step = env.step_and_maybe_reset(step)
         except (Exception, SystemExit) as error:
-            blame_step(error, f"At step {number} of the rollout, ")
+            reraise_step_error(error, f"At step {number} of the rollout, ")
             raise
         number += 1
         ends = stepped["next"]
         terminated, done = ends["terminated"], ends["done"]
         truncated = ends.get("truncated", done & ~terminated)
-        record.add(*(each.flatten().cpu().numpy() for each in (ends["reward"], terminated, truncated, done)))
-    return record.result()
+        results.add(*(value.flatten().cpu().numpy() for value in (ends["reward"], terminated, truncated, done)))
+    return results.to_tensordict()
 
 
-class _Record:
+class _EpisodeResults:
     """Results of the first episodes of ``count`` environments, ``num_episodes`` in total."""
 
     def __init__(self, num_episodes: int, count: int, many_steps: int = MANY_STEPS) -> None:
         self._many_steps = many_steps  # log a warning if no episode has ended after this number of steps
-        self._quota = num_episodes // count + (np.arange(count) < num_episodes % count)
-        self._first_row = np.concatenate([[0], np.cumsum(self._quota)[:-1]])
-        self._played = np.zeros(count, dtype=np.int64)
+        self._num_wanted = num_episodes // count + (np.arange(count) < num_episodes % count)
+        self._first_row = np.concatenate([[0], np.cumsum(self._num_wanted)[:-1]])
+        self._num_finished = np.zeros(count, dtype=np.int64)
         self._returns, self._lengths = np.zeros(count), np.zeros(count, dtype=np.int64)
-        self._result: dict[str, Array] = {
+        self._values: dict[str, Array] = {
             "episode_return": np.zeros(num_episodes, dtype=np.float32),
             "episode_length": np.zeros(num_episodes, dtype=np.int64),
             "terminated": np.zeros(num_episodes, dtype=bool),
@@ -180,7 +180,7 @@ class _Record:
 
     @property
     def is_complete(self) -> bool:
-        return not (self._played < self._quota).any()
+        return not (self._num_finished < self._num_wanted).any()
 
     def add(
         self, rewards: Array, terminated: Array, truncated: Array, done: Array, success: Array | None = None
@@ -189,25 +189,27 @@ class _Record:
         self._returns += rewards
         self._lengths += 1
         if not done.any():
-            if not self._played.any() and (self._lengths == self._many_steps).all():
+            if not self._num_finished.any() and (self._lengths == self._many_steps).all():
                 logger.warning(
                     "no episode has ended after %d steps: an environment without an end needs a time limit "
                     "(time_limit= of an EnvironmentRecipe).",
                     self._many_steps,
                 )
             return
-        counted = np.flatnonzero(done & (self._played < self._quota))
-        rows = self._first_row[counted] + self._played[counted]
-        figures = [self._returns, self._lengths, terminated, truncated]
+        finished = np.flatnonzero(done & (self._num_finished < self._num_wanted))
+        rows = self._first_row[finished] + self._num_finished[finished]
+        step_values = [self._returns, self._lengths, terminated, truncated]
         if success is not None:
-            self._result.setdefault("success", np.zeros_like(self._result["terminated"]))
-            figures.append(success)
-        for value, now in zip(self._result.values(), figures, strict=False):  # success may be missing in this step
-            value[rows] = now[counted]
-        self._played[counted] += 1
+            self._values.setdefault("success", np.zeros_like(self._values["terminated"]))
+            step_values.append(success)
+        for value, step_value in zip(
+            self._values.values(), step_values, strict=False
+        ):  # success may be missing in this step
+            value[rows] = step_value[finished]
+        self._num_finished[finished] += 1
         self._returns[done], self._lengths[done] = 0, 0
 
-    def result(self) -> TensorDict:
+    def to_tensordict(self) -> TensorDict:
         """Return the episodes, ordered by environment and time."""
-        values = {name: torch.from_numpy(value) for name, value in self._result.items()}
+        values = {name: torch.from_numpy(value) for name, value in self._values.items()}
         return TensorDict(values, [len(values["terminated"])])

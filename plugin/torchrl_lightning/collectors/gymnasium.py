@@ -20,7 +20,7 @@ from torchrl_lightning._core.validators import Checked, boolean, check_defaults,
 from torchrl_lightning.collectors.base import (
     RECURRENT_STATES,
     CollectorBase,
-    check_acting,
+    check_exploration,
     check_random_frames,
     check_replay,
 )
@@ -101,7 +101,7 @@ class GymnasiumCollector(CollectorBase):
         **CollectorBase.STATE,
         "trajectories": Attribute(bounded_integer(), "_trajectories"),
         "static_seed": Attribute(flag, "_static_seed"),
-        "trajectory_ids": InPlace(at="_ids", low=0, only="_plays"),
+        "trajectory_ids": InPlace(at="_ids", low=0, only="_has_replay"),
         "recurrent_states": RECURRENT_STATES,
     }
 
@@ -138,7 +138,7 @@ class GymnasiumCollector(CollectorBase):
             num_envs = make_vector_env(env, num_envs, **env_args).num_envs  # only checks
         num_envs = 1 if num_envs is None else num_envs
         super().__init__(env, policy, num_envs, frames_per_batch, total_frames, seed, env_args)
-        check_acting(policy, exploration_type, clip_actions=clip_actions)
+        check_exploration(policy, exploration_type, clip_actions=clip_actions)
         check_replay(replay, num_envs, "the collector")
         self.reset_at_each_batch = reset_at_each_batch
         self.init_random_frames = check_random_frames(init_random_frames, policy)
@@ -146,14 +146,14 @@ class GymnasiumCollector(CollectorBase):
         self.device = None if device is None else torch.device(device)
         self.storing_device = self.device if storing_device is None else torch.device(storing_device)
         if self.storing_device not in (None, torch.device("cpu")):
-            on, remedy = f"with batches on {self.storing_device}, which are new", "take storing_device='cpu'"
-            check_defaults(on, remedy, return_same_td=(return_same_td, False))
+            condition, remedy = f"with batches on {self.storing_device}, which are new", "take storing_device='cpu'"
+            check_defaults(condition, remedy, return_same_td=(return_same_td, False))
         self.return_same_td, self.clip_actions = return_same_td, clip_actions
-        self._player, self._plays = replay, replay is not None
-        self._spawned = (-1, 0)  # the seed, and the policy's seed that is spawned from it
+        self._replay, self._has_replay = replay, replay is not None
+        self._policy_seed_cache = (-1, 0)  # the seed, and the policy's seed that is spawned from it
         self._trajectories = 0
         self._needs_reset = True
-        self._restored: Mapping[NestedKey, Tensor] | None = None  # recurrent states of a restored collector
+        self._restored_states: Mapping[NestedKey, Tensor] | None = None  # recurrent states of a restored collector
         self._static_seed = False
         self._loop: RolloutLoop | None = None
         self._evaluation = EvaluationMode(policy)
@@ -166,9 +166,9 @@ class GymnasiumCollector(CollectorBase):
     @property
     def env(self) -> VectorEnv[Any, Any, Any]:
         """The vector environment; built at first use so that no process starts earlier than necessary."""
-        return self._built().stepper.env
+        return self._get_or_build_loop().stepper.env
 
-    def _built(self) -> RolloutLoop:
+    def _get_or_build_loop(self) -> RolloutLoop:
         if self.closed:
             raise RuntimeError("The collector was shut down; build a new one.")
         if self._loop is None:
@@ -176,7 +176,7 @@ class GymnasiumCollector(CollectorBase):
             try:
                 specs = self._specs = environment_specs(stepper.env).with_clipping(self.clip_actions)
                 states = recurrent_states(self.policy, self.num_envs)
-                self._loop = RolloutLoop(stepper, specs, self.policy, states, self._player)
+                self._loop = RolloutLoop(stepper, specs, self.policy, states, self._replay)
             except BaseException:
                 stepper.close()
                 raise
@@ -185,14 +185,14 @@ class GymnasiumCollector(CollectorBase):
     # -- iteration ---------------------------------------------------------------------------------------------------
     def rollout(self) -> TensorDict:
         """Collect one batch, even beyond ``total_frames``."""
-        batch = self._filled(fresh=not self.return_same_td).batch()
+        batch = self._collect(new_memory=not self.return_same_td).batch()
         return batch if self.storing_device is None else batch.to(self.storing_device)
 
     @property
     def yields_shared_memory(self) -> bool:
         """Whether :meth:`reused_rows` yields the steps of iteration; False if a subclass overrides ``rollout``."""
-        own = type(self).rollout is GymnasiumCollector.rollout and not tracks_resets(self._env_source)
-        return own and self.storing_device in (None, torch.device("cpu"))
+        is_not_overridden = type(self).rollout is GymnasiumCollector.rollout and not tracks_resets(self._env_source)
+        return is_not_overridden and self.storing_device in (None, torch.device("cpu"))
 
     @property
     def yields_owned_rollouts(self) -> bool:
@@ -210,18 +210,18 @@ class GymnasiumCollector(CollectorBase):
             >>> [tuple(rows.shape) for rows in collector.reused_rows(leave_out=["collector"])]
             [(2,), (2,)]
         """
-        return self._until_spent(lambda: self._filled(fresh=False).rows(leave_out))
+        return self._collect_until_limit(lambda: self._collect(new_memory=False).rows(leave_out))
 
-    def _filled(self, fresh: bool) -> RolloutMemory:
-        loop = self._built()
-        memory = None if fresh else self._memory
+    def _collect(self, new_memory: bool) -> RolloutMemory:
+        loop = self._get_or_build_loop()
+        memory = None if new_memory else self._memory
         if memory is None:
-            memory = RolloutMemory(loop.specs, loop.stepper, self.steps, loop.states, self._plays, loop.limits)
-            self._memory = None if fresh else memory
+            memory = RolloutMemory(loop.specs, loop.stepper, self.steps, loop.states, self._has_replay, loop.limits)
+            self._memory = None if new_memory else memory
         random = self.policy is None or self.frames < self.init_random_frames
         parameter = self._parameter
         device = self.device or (policy_device(self.policy) if parameter is None else parameter.device)
-        begin_anew = self._needs_reset or self.reset_at_each_batch
+        must_reset = self._needs_reset or self.reset_at_each_batch
         self._needs_reset = True  # if this rollout fails midway, the next one cannot continue it
         with (
             torch.no_grad(),
@@ -229,15 +229,15 @@ class GymnasiumCollector(CollectorBase):
             set_exploration_type(self.exploration_type),
             IsolatedRng(numbered_seed(self._policy_seed, self._batches), device),
         ):
-            if begin_anew:
-                starts = loop.reset(self._reset_seeds(), None if self.reset_at_each_batch else self._restored)
-                begun = int(starts.sum())
-                self._ids[starts] = np.arange(self._trajectories, self._trajectories + begun)
-                self._trajectories += begun
+            if must_reset:
+                starts = loop.reset(self._reset_seeds(), None if self.reset_at_each_batch else self._restored_states)
+                num_started = int(starts.sum())
+                self._ids[starts] = np.arange(self._trajectories, self._trajectories + num_started)
+                self._trajectories += num_started
             for _ in loop.steps(memory, device, random):
                 pass
         self._number_trajectories(memory)
-        self._needs_reset, self._restored = False, None
+        self._needs_reset, self._restored_states = False, None
         self._batches += 1
         self.frames += memory.frames
         return memory
@@ -249,18 +249,18 @@ class GymnasiumCollector(CollectorBase):
         count = int(ends.sum())
         if not count:
             return
-        begun = np.full(ends.shape, -1)
-        begun[ends] = np.arange(self._trajectories, self._trajectories + count)
-        np.maximum.accumulate(begun, 0, out=begun)  # the number of the latest trajectory
-        np.copyto(memory.trajectories[1:], begun[:-1], where=begun[:-1] >= 0)
-        self._ids = np.where(begun[-1] >= 0, begun[-1], self._ids)
+        new_ids = np.full(ends.shape, -1)
+        new_ids[ends] = np.arange(self._trajectories, self._trajectories + count)
+        np.maximum.accumulate(new_ids, 0, out=new_ids)  # the number of the latest trajectory
+        np.copyto(memory.trajectories[1:], new_ids[:-1], where=new_ids[:-1] >= 0)
+        self._ids = np.where(new_ids[-1] >= 0, new_ids[-1], self._ids)
         self._trajectories += count
 
     @property
     def _policy_seed(self) -> int:
-        if self._spawned[0] != self.seed:
-            self._spawned = self.seed, spawn_seed(self.seed, "policy")
-        return self._spawned[1]
+        if self._policy_seed_cache[0] != self.seed:
+            self._policy_seed_cache = self.seed, spawn_seed(self.seed, "policy")
+        return self._policy_seed_cache[1]
 
     def _reset_seeds(self) -> list[int]:
         seeds = spawn_seeds(self.seed, "environment", self._batches, count=self.num_envs)
@@ -269,17 +269,17 @@ class GymnasiumCollector(CollectorBase):
     # -- control -----------------------------------------------------------------------------------------------------
     def reset(self) -> None:
         """Reset every environment before the next batch."""
-        self._needs_reset, self._restored = True, None
+        self._needs_reset, self._restored_states = True, None
 
     @property
     def _states(self) -> Mapping[NestedKey, Tensor]:
-        if self._restored is not None:
-            return self._restored
+        if self._restored_states is not None:
+            return self._restored_states
         return recurrent_states(self.policy, self.num_envs) if self._loop is None else self._loop.recurrent
 
     @_states.setter
     def _states(self, states: Mapping[NestedKey, Tensor]) -> None:
-        self._restored = states
+        self._restored_states = states
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environments (equally if ``static_seed``), reset at the next batch, and return the last seed."""

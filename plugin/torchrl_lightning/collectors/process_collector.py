@@ -30,12 +30,12 @@ from torchrl_lightning._core.processes import (
 )
 from torchrl_lightning.collectors.workers import Worker
 from torchrl_lightning.environments.env_errors import EnvironmentFault, WorkerFault
-from torchrl_lightning.environments.workers.time_limits import TimedCalls, tell_by
+from torchrl_lightning.environments.workers.time_limits import TimedCalls, set_overdue_handler
 
 _PATIENCE = 30.0  # seconds; a copy takes milliseconds, so a process that holds the lock longer has died
 _ENTRIES = 8  # minimum number of entries of a rollout; each is a separate file in shared memory
-_FOR_EVER, _AFTER_SIGTERM = 1e6, 8.0  # time limits of a rollout in seconds
-_FAULTY = 1  # exit code of a worker after it sent a fault
+_NO_LIMIT, _AFTER_SIGTERM = 1e6, 8.0  # time limits of a rollout in seconds
+_FAULT_EXIT_CODE = 1  # exit code of a worker after it sent a fault
 
 
 class SharedWeights:
@@ -68,7 +68,7 @@ class SharedWeights:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         if not self._lock.acquire(timeout=_PATIENCE):
-            raise RuntimeError("A process died while it copied the policy's weights; start the collector anew.")
+            raise RuntimeError("A process died while it copied the policy's weights. Restart the collector.")
         try:
             yield
         finally:
@@ -86,7 +86,7 @@ class WorkerTask:
     """Start arguments of a worker process."""
 
     payload: bytes  # the pickled environment, policy and keyword arguments of its GymnasiumCollector
-    begun: int  # number of rollouts that the worker has begun before
+    num_begun: int  # number of rollouts that the worker has begun before
     worker: int  # index of the worker
     num_workers: int
     slots: int  # maximum number of rollouts in flight
@@ -102,7 +102,7 @@ def run_worker(task: WorkerTask, weights: SharedWeights, connection: Connection)
     tensor with pickled replay changes, or ``None`` to end the worker.
     """
     end_with_parent(task.parent, task.by_signal)
-    tell_by(lambda line: connection.send(("fault", WorkerFault(line))))
+    set_overdue_handler(lambda line: connection.send(("fault", WorkerFault(line))))
     # Ctrl-C reaches the whole process group; the parent ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -112,18 +112,18 @@ def run_worker(task: WorkerTask, weights: SharedWeights, connection: Connection)
     except EnvironmentFault as fault:
         with suppress(OSError):
             connection.send(("fault", fault.sent()))
-        sys.exit(_FAULTY)
+        sys.exit(_FAULT_EXIT_CODE)
     except BaseException as error:
-        lack = resource_error(error)
-        told = ("error", traceback.format_exc()) if lack is None else ("fault", WorkerFault(lack))
+        reason = resource_error(error)
+        message = ("error", traceback.format_exc()) if reason is None else ("fault", WorkerFault(reason))
         with suppress(OSError):
-            connection.send(told)
+            connection.send(message)
     finally:
         connection.close()
 
 
 def _collect(task: WorkerTask, weights: SharedWeights, connection: Connection) -> None:
-    worker = Worker(task.payload, task.worker, task.num_workers, task.begun)
+    worker = Worker(task.payload, task.worker, task.num_workers, task.num_begun)
     free = list(range(task.slots))
     slots: list[TensorDict] = []
     version = -1
@@ -156,29 +156,29 @@ def _collect(task: WorkerTask, weights: SharedWeights, connection: Connection) -
 class WorkerPool:
     """Worker processes that pass rollouts through shared memory.
 
-    Each worker has a separate pipe, so a killed process cannot hold a common lock. ``payloads`` and ``begun`` have one
-    entry for each worker. ``slots`` is the maximum number of rollouts in flight per worker.
+    Each worker has a separate pipe, so a killed process cannot hold a common lock. ``payloads`` and ``num_begun`` have
+    one entry for each worker. ``slots`` is the maximum number of rollouts in flight per worker.
     """
 
-    def __init__(self, payloads: Sequence[bytes], begun: Sequence[int], slots: int, weights: SharedWeights) -> None:
+    def __init__(self, payloads: Sequence[bytes], num_begun: Sequence[int], slots: int, weights: SharedWeights) -> None:
         self._processes: list[Any] = []
         self._connections: list[Any] = []
         self._slots: list[list[TensorDict]] = []
         context = multiprocessing.get_context("spawn")
         check_descriptors(len(payloads), 2 + _ENTRIES * slots)
-        self._waiting = TimedCalls(_FOR_EVER, _AFTER_SIGTERM)
+        self._waiting = TimedCalls(_NO_LIMIT, _AFTER_SIGTERM)
         try:
-            for worker, (payload, before) in enumerate(zip(payloads, begun, strict=True)):
-                ours, theirs = context.Pipe()
-                self._connections.append(ours)
+            for worker, (payload, begun_rollouts) in enumerate(zip(payloads, num_begun, strict=True)):
+                parent_end, child_end = context.Pipe()
+                self._connections.append(parent_end)
                 self._slots.append([])
-                task = WorkerTask(payload, before, worker, len(payloads), slots, os.getpid(), is_main_thread())
+                task = WorkerTask(payload, begun_rollouts, worker, len(payloads), slots, os.getpid(), is_main_thread())
                 target = CollectingTarget(f"{__name__}:{run_worker.__name__}")
-                arguments = task, weights, theirs
+                arguments = task, weights, child_end
                 process = context.Process(target=target, args=arguments, name=f"collector-{worker}", daemon=True)
                 with _without_interrupts():
                     process.start()
-                theirs.close()  # so that the pipe closes when the worker exits
+                child_end.close()  # so that the pipe closes when the worker exits
                 self._processes.append(process)
         except BaseException:
             self.close()
@@ -199,10 +199,10 @@ class WorkerPool:
             self._slots[worker] = content
             self._send(worker, 0)
 
-    def tell(self, worker: int, news: bytes) -> None:
+    def send_delta(self, worker: int, delta: bytes) -> None:
         """Send pickled replay changes to a worker; it applies them before its next rollout."""
         # Use shared memory: a full pipe would block the parent until the worker has finished its rollout.
-        self._send(worker, torch.frombuffer(bytearray(news), dtype=torch.uint8).share_memory_())
+        self._send(worker, torch.frombuffer(bytearray(delta), dtype=torch.uint8).share_memory_())
 
     def close(self) -> None:
         """End all processes; terminate every process that does not exit within a second.
@@ -214,18 +214,18 @@ class WorkerPool:
             with suppress(OSError):
                 connection.send(None)
         end_processes(self._processes, 1.0)
-        faults = []
+        errors = []
         for worker, (process, connection) in enumerate(zip(self._processes, self._connections, strict=False)):
             with suppress(Exception):  # receiving tensors fails if their process has already exited
-                while process.exitcode == _FAULTY and connection.poll():
+                while process.exitcode == _FAULT_EXIT_CODE and connection.poll():
                     kind, content = connection.recv()
                     if kind == "fault":
-                        faults.append(content.within(f"In collector worker {worker}: "))
+                        errors.append(content.within(f"In collector worker {worker}: "))
         for connection in self._connections:
             connection.close()
         self._processes, self._connections, self._slots = [], [], []
-        if faults:
-            raise faults[0]
+        if errors:
+            raise errors[0]
 
     def _message(self, worker: int) -> tuple[str, Any]:
         connection, process = self._connections[worker], self._processes[worker]
@@ -252,8 +252,8 @@ def _without_interrupts() -> Iterator[None]:
         yield
         return
     resource_tracker.ensure_running()  # a start within the block would remove the mask
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)

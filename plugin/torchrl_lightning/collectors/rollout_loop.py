@@ -19,7 +19,7 @@ from torchrl_lightning._core.keys import ACTION_MASK, FLAGS, LOG_PROB, VALID
 from torchrl_lightning._core.torchrl_compat import new_tensordict
 from torchrl_lightning._core.tree import Path, join, next_key, path_of, raw_items, tensordict_of
 from torchrl_lightning.collectors.vector_stepper import VectorStepper
-from torchrl_lightning.environments.actions import check_clipping, half_bounded_drawer
+from torchrl_lightning.environments.actions import check_clipping, half_bounded_sampler
 from torchrl_lightning.environments.copies import copied
 from torchrl_lightning.environments.env_errors import EnvironmentFault, position
 from torchrl_lightning.environments.masks import action_mask
@@ -55,10 +55,10 @@ class RolloutLoop:
         self._form = specs.action_format
         self.limits = magnitude_limits(policy, specs.observation)
         num_envs = specs.num_envs
-        self._playing = None if replay is None else ReplayTracker(replay, num_envs)
+        self._replay = None if replay is None else ReplayTracker(replay, num_envs)
         self._action_shape = (num_envs, *specs.action.shape)
-        drawn = half_bounded_drawer(specs.action, [num_envs])
-        self._draw: Callable[[], Tensor] = drawn or specs.action.expand(*self._action_shape).rand
+        sample = half_bounded_sampler(specs.action, [num_envs])
+        self._draw: Callable[[], Tensor] = sample or specs.action.expand(*self._action_shape).rand
         flags = {name: torch.zeros(num_envs, 1, dtype=torch.bool) for name in (*FLAGS, "is_init")}
         self._step = TensorDict(flags, [num_envs])
         self._starts = flags["is_init"].numpy()[:, 0]
@@ -75,8 +75,8 @@ class RolloutLoop:
             self._step[key] = value
         self._next_states = {key: join((), next_key(key)) for key in self.states}
         # A call prepared for the step's tensors; they keep their memory.
-        self._standing: Callable[[], Outputs] | None = None
-        self._unsaid: dict[NestedKey, Tensor] | None = None
+        self._bound_call: Callable[[], Outputs] | None = None
+        self._default_outputs: dict[NestedKey, Tensor] | None = None
         self._is_new = True  # the first rollout gets additional checks
         self._is_nested = any(isinstance(value, TensorDictBase) for value in raw_items(self._step).values())
 
@@ -90,17 +90,17 @@ class RolloutLoop:
         self._starts[:] = True
         for key, value in self.states.items():
             self.recurrent[key].copy_(value)
-        if resumed is not None and self._playing is not None:
-            going_on = self._playing.resume()
-            self._starts[going_on] = False
+        if resumed is not None and self._replay is not None:
+            continued = self._replay.resume()
+            self._starts[continued] = False
             for key, value in resumed.items():
-                self.recurrent[key][going_on] = value[going_on]
+                self.recurrent[key][continued] = value[continued]
         return self._starts
 
     def steps(
-        self, memory: RolloutMemory, device: torch.device, random: bool = False, before: int = 0
+        self, memory: RolloutMemory, device: torch.device, random: bool = False, first_step: int = 0
     ) -> Iterator[int]:
-        """Fill a memory, and yield the index of each completed step; ``before`` is the number of earlier steps.
+        """Fill a memory, and yield the index of each completed step; ``first_step`` is the number of earlier steps.
 
         Raise an error if an action is missing, NaN or of the wrong shape, if the policy returns no TensorDict, or if
         the environment returns invalid values.
@@ -112,32 +112,34 @@ class RolloutLoop:
                 yield t
         except EnvironmentFault as fault:
             if fault.__cause__ is not None:  # the cause may be an invalid value that the environment returned earlier
-                memory.check_part(completed, before)
-            fault.within(f"At step {before + completed} of the rollout, ")
+                memory.check_part(completed, first_step)
+            fault.within(f"At step {first_step + completed} of the rollout, ")
             raise
         except Exception:
             # The policy may have failed because of an invalid observation.
-            memory.check_part(completed, before)
-            read = zip(self.stepper.keys, self._observations, strict=True)
-            named = [(f"observation {key!r}", values[None], self.limits.get(key, math.inf)) for key, values in read]
-            _refuse_not_finite(named, before + completed)
+            memory.check_part(completed, first_step)
+            observations = zip(self.stepper.keys, self._observations, strict=True)
+            named_values = [
+                (f"observation {key!r}", values[None], self.limits.get(key, math.inf)) for key, values in observations
+            ]
+            _check_finite(named_values, first_step + completed)
             raise
         finally:
             position.environment = position.step = None
         if self._is_new:
-            memory.check_part(memory.steps, before)
+            memory.check_part(memory.steps, first_step)
             self._is_new = False
-        memory.check(before)
+        memory.check(first_step)
 
     def _steps(self, memory: RolloutMemory, device: torch.device, random: bool) -> Iterator[int]:
         act = self._random_actor(device) if random or self.policy is None else self._actor(device)
-        if self._playing is not None:
+        if self._replay is not None:
             memory.clear_marks()
         for t in range(memory.steps):
             position.step = t
-            played = None if self._playing is None else self._playing.next_rows(self._starts)
-            if played is not None:
-                self._put(self._observations, played.observation)
+            replayed = None if self._replay is None else self._replay.next_rows(self._starts)
+            if replayed is not None:
+                self._write_replayed_observations(self._observations, replayed.observation)
             if self._mask is not None:
                 self._mask.check(self._step[ACTION_MASK])
             for source, target in zip(self._observations, memory.observations[t], strict=True):
@@ -154,105 +156,107 @@ class RolloutLoop:
                 if value is None:
                     raise KeyError(f"The policy wrote {key!r} at the first step of a rollout, but not at step {t}.")
                 views[t].copy_(value)
-            if played is not None:
-                self._write_played(memory, t, played, device)
+            if replayed is not None:
+                self._write_replayed_actions(memory, t, replayed, device)
             if self._mask is not None:
                 self._mask.check_actions(torch.from_numpy(memory.actions[t]), self._step[ACTION_MASK], t)
             for key, state in self.recurrent.items():
                 state.copy_(outputs[self._next_states[key]])
-            self._advance(memory, t, played)
+            self._advance(memory, t, replayed)
             if self.recurrent and self._starts.any():
                 for key, state in self.recurrent.items():
                     state[self._starts] = self.states[key][self._starts]
             yield t
 
     def _actor(self, device: torch.device) -> Callable[[], Outputs]:
-        policy, step, bare = self.policy, self._step, fast_call(self.policy)
-        move = device.type != "cpu"
-        if bare is not None and move:
-            return lambda: bare(step.to(device))
-        if bare is not None:
-            if self._standing is None:
-                self._standing = bound_call(policy, step)
-            assert self._standing is not None
-            return self._standing
+        policy, step, call = self.policy, self._step, fast_call(self.policy)
+        on_accelerator = device.type != "cpu"
+        if call is not None and on_accelerator:
+            return lambda: call(step.to(device))
+        if call is not None:
+            if self._bound_call is None:
+                self._bound_call = bound_call(policy, step)
+            assert self._bound_call is not None
+            return self._bound_call
         assert policy is not None
 
-        def dispatched() -> Outputs:
+        def call_policy() -> Outputs:
             # The policy writes its outputs into its input; a copy keeps them out of the next step.
-            if move:
-                given: TensorDictBase = step.to(device)
+            if on_accelerator:
+                inputs: TensorDictBase = step.to(device)
             elif self._is_nested:
-                given = step.copy()
+                inputs = step.copy()
             else:
-                given = new_tensordict(dict(raw_items(step)), step.batch_size)
-            return policy_outputs(policy, given)
+                inputs = new_tensordict(dict(raw_items(step)), step.batch_size)
+            return policy_outputs(policy, inputs)
 
-        return dispatched
+        return call_policy
 
     def _random_actor(self, device: torch.device) -> Callable[[], Outputs]:
         # Include the initial recurrent states, so that all batches have equal keys.
-        kept = {self._next_states[key]: state for key, state in self.states.items()}
-        if self._unsaid is None:
-            self._unsaid = {} if self.policy is None else default_outputs(self.policy, self._step, device, kept)
-        others = {**self._unsaid, **kept}
+        initial_states = {self._next_states[key]: state for key, state in self.states.items()}
+        if self._default_outputs is None:
+            self._default_outputs = (
+                {} if self.policy is None else default_outputs(self.policy, self._step, device, initial_states)
+            )
+        constant_outputs = {**self._default_outputs, **initial_states}
         mask, draw = self._mask, self._draw
         if mask is not None:
-            return lambda: {**others, "action": mask.draw(self._step[ACTION_MASK])}
-        return lambda: {**others, "action": draw()}
+            return lambda: {**constant_outputs, "action": mask.draw(self._step[ACTION_MASK])}
+        return lambda: {**constant_outputs, "action": draw()}
 
     def _check_outputs(self, outputs: Outputs) -> None:
         missing = [key for key in ("action", *self._next_states.values()) if key not in outputs]
         if missing:
             raise KeyError(
                 f"The policy does not write {', '.join(map(repr, missing))}; it writes "
-                f"{', '.join(map(repr, outputs)) or 'nothing'}. Name it in the policy's out_keys."
+                f"{', '.join(map(repr, outputs)) or 'nothing'}. Add it to the policy's out_keys."
             )
         shape = tuple(outputs["action"].shape)
         if shape != self._action_shape:
             raise ValueError(
-                f"The policy writes actions of shape {shape}, but the environment takes {self._action_shape}: "
+                f"The policy must write actions of shape {self._action_shape}, got {shape}; the environment takes "
                 f"{self.specs.action}. Discrete actions are integers here, not one-hot vectors "
                 "(torch.distributions.Categorical, or TorchRL's categorical_action_encoding=True)."
             )
 
-    def _write_played(self, memory: RolloutMemory, t: int, rows: ReplayedRows, device: torch.device) -> None:
+    def _write_replayed_actions(self, memory: RolloutMemory, t: int, rows: ReplayedRows, device: torch.device) -> None:
         """Mark the replayed rows of step ``t``, and replace the policy's actions in these rows."""
-        assert self._playing is not None
-        where, actions = self._playing.where, memory.actions[t]
-        memory.played[t][where], memory.serials[t][where] = True, rows.serial
-        actions[where] = rows.action.reshape(len(where), *actions.shape[1:])
-        written = memory.log_probs
-        if written is None:
+        assert self._replay is not None
+        envs, actions = self._replay.indices, memory.actions[t]
+        memory.replayed_mask[t][envs], memory.serials[t][envs] = True, rows.serial
+        actions[envs] = rows.action.reshape(len(envs), *actions.shape[1:])
+        log_probs = memory.log_probs
+        if log_probs is None:
             return
         if rows.log_prob is not None:
-            written[t][where] = rows.log_prob
+            log_probs[t][envs] = rows.log_prob
             return
         get_dist = getattr(self.policy, "get_dist", None)
         if get_dist is None:
             raise TypeError(
-                "The policy must offer get_dist(td), as TorchRL's ProbabilisticActor does, to tell how likely replayed "
-                f"actions are, got {type(self.policy).__name__}; replay with log_prob='deterministic' to do without."
+                "The policy must have get_dist(td), as TorchRL's ProbabilisticActor, for log-probabilities of replayed "
+                f"actions, got {type(self.policy).__name__}. Or set log_prob='deterministic' in the replay."
             )
         # The policy's inputs, including recurrent states, are still unchanged.
-        places = torch.from_numpy(where)
-        read, action = self._step[places].to(device), memory.outputs["action"][t][places].to(device)
-        written[t][where] = get_dist(read).log_prob(action).cpu().numpy()
+        env_index = torch.from_numpy(envs)
+        inputs, action = self._step[env_index].to(device), memory.outputs["action"][t][env_index].to(device)
+        log_probs[t][envs] = get_dist(inputs).log_prob(action).cpu().numpy()
 
-    def _advance(self, memory: RolloutMemory, t: int, played: ReplayedRows | None) -> None:
+    def _advance(self, memory: RolloutMemory, t: int, replayed: ReplayedRows | None) -> None:
         """Step the environment with the actions of step ``t``, and write the results."""
         stepper = self.stepper
         action = memory.actions[t]
         if action.dtype.kind == "f" and np.isnan(np.minimum.reduce(action, axis=None)):
             raise ValueError(
-                f"The policy chose NaN actions at step {t} of the rollout in environments "
+                f"The policy returned NaN actions at step {t} of the rollout in environments "
                 f"{np.flatnonzero(np.isnan(action.reshape(len(action), -1)).any(1)).tolist()}: "
-                "its weights or its inputs are not finite. Look at the learning rate and the gradient norm."
+                "its weights or its inputs are not finite. Check the learning rate and the gradient norm."
             )
         # A copy, because environments may change and keep it.
         action = self._form.to_environment(action)
-        resting = None if played is None else played.mask
-        leaves, memory.rewards[t][:], terminated, truncated, self.info = stepper.step(action, resting)
+        paused = None if replayed is None else replayed.mask
+        leaves, memory.rewards[t][:], terminated, truncated, self.info = stepper.step(action, paused)
         memory.terminated[t][:], memory.truncated[t][:] = terminated, truncated
         done = np.logical_or(terminated, truncated, out=self._starts)
         memory.done[t][:] = done
@@ -262,61 +266,61 @@ class RolloutLoop:
         if done.any():
             if stepper.mode is AutoresetMode.DISABLED:
                 self.info = copied(self.info)  # the reset may change it
-            leaves, finals = stepper.finish(done, leaves, self.info, resting, self._observations)
+            leaves, finals = stepper.finish_episodes(done, leaves, self.info, paused, self._observations)
             for index, final in finals:
                 for target, source in zip(successor, final, strict=True):
                     target[index] = source
         for source, target in zip(leaves, self._observations, strict=True):
             np.copyto(target, source)
-        if (resets := stepper.resets) is not None and memory.made is not None:
-            np.logical_not(resets, out=memory.made[t])
+        if (resets := stepper.resets) is not None and memory.valid is not None:
+            np.logical_not(resets, out=memory.valid[t])
             if self._mask is not None:  # a resetting row repeats its last observation and ignores its action
                 self._step[ACTION_MASK][torch.from_numpy(done)] = 1
             done[:] = resets  # in this mode, an episode begins one step later
-        if played is not None and self._playing is not None:
-            where = self._playing.where
-            memory.rewards[t][where] = played.reward
-            memory.terminated[t][where], memory.truncated[t][where] = played.terminated, played.truncated
-            done[where] = memory.done[t][where] = over = played.terminated | played.truncated
-            self._put(successor, played.next_observation)
-            if not stepper.can_rest and over.any():
+        if replayed is not None and self._replay is not None:
+            envs = self._replay.indices
+            memory.rewards[t][envs] = replayed.reward
+            memory.terminated[t][envs], memory.truncated[t][envs] = replayed.terminated, replayed.truncated
+            done[envs] = memory.done[t][envs] = has_ended = replayed.terminated | replayed.truncated
+            self._write_replayed_observations(successor, replayed.next_observation)
+            if not stepper.can_pause and has_ended.any():
                 # The environment's own episode has continued during the replay, so reset it.
-                ended = where[over]
+                ended = envs[has_ended]
                 mask = np.zeros_like(done)
                 mask[ended] = True
-                for source, target in zip(stepper.restart(mask, leaves), self._observations, strict=True):
+                for source, target in zip(stepper.reset_some(mask, leaves), self._observations, strict=True):
                     target[ended] = source[ended]
 
-    def _put(self, targets: Sequence[Array], values: Mapping[NestedKey, Array]) -> None:
+    def _write_replayed_observations(self, targets: Sequence[Array], values: Mapping[NestedKey, Array]) -> None:
         """Replace the observations of replaying environments with the recorded observations."""
-        assert self._playing is not None
-        where = self._playing.where
+        assert self._replay is not None
+        envs = self._replay.indices
         for key, target in zip(self.stepper.keys, targets, strict=True):
-            target[where] = values[key].reshape(len(where), *target.shape[1:])
+            target[envs] = values[key].reshape(len(envs), *target.shape[1:])
 
 
-def _refuse_not_finite(parts: Iterable[tuple[str, Array, float]], first_step: int = 0) -> None:
+def _check_finite(parts: Iterable[tuple[str, Array, float]], first_step: int = 0) -> None:
     """Check named values ``[T, N, *F]``; raise EnvironmentFault if one is not finite or exceeds its limit."""
     for name, values, limit in parts:
-        _refuse(
+        _raise_if_any(
             name,
             values,
             ~np.isfinite(values),
-            "finite numbers. Mend the environment or the wrapper that computes it; "
+            "finite numbers. Fix the environment or the wrapper that computes it; "
             "gymnasium.wrappers.TransformObservation and TransformReward can replace such values.",
             first_step,
         )
         if limit < math.inf:
-            _refuse(name, values, np.abs(values) > limit, expected_magnitude(limit), first_step)
+            _raise_if_any(name, values, np.abs(values) > limit, expected_magnitude(limit), first_step)
 
 
-def _refuse(name: str, values: Array, wrong: Array, expected: str, first_step: int = 0) -> None:
-    places = np.argwhere(wrong)
-    if len(places):
-        step, index = places[0][:2]
+def _raise_if_any(name: str, values: Array, is_invalid: Array, expected: str, first_step: int = 0) -> None:
+    positions = np.argwhere(is_invalid)
+    if len(positions):
+        step, index = positions[0][:2]
         raise EnvironmentFault(
             f"At step {first_step + step} of the rollout, environment {index} returned {name} with "
-            f"{values[tuple(places[0])]}, expected {expected}"
+            f"{values[tuple(positions[0])]}, expected {expected}"
         )
 
 
@@ -324,7 +328,7 @@ class RolloutMemory:
     """Preallocated tensors of one rollout, ``[T, N, *F]``, with a view of every step; rollouts can reuse them.
 
     The stepper defines the order and shapes of the observations. ``states`` are recurrent states, ``[N, *state]`` each.
-    With ``plays``, the memory also holds the mask of replayed steps and the serial numbers of their recordings.
+    With ``has_replay``, the memory also holds the mask of replayed steps and the serial numbers of their recordings.
     """
 
     def __init__(
@@ -333,7 +337,7 @@ class RolloutMemory:
         stepper: VectorStepper,
         steps: int,
         states: Mapping[NestedKey, Tensor],
-        plays: bool = False,
+        has_replay: bool = False,
         limits: Mapping[NestedKey, float] = MappingProxyType({}),
     ) -> None:
         self.steps, self.num_envs = steps, specs.num_envs
@@ -345,14 +349,14 @@ class RolloutMemory:
         for name in FLAGS:
             self._reserve(("next", name), torch.bool, 1)
         self.trajectories = self._reserve(("collector", "traj_ids"), torch.int64).numpy()
-        self.made: Array | None = None  # mask of the steps, if some rows are resets
+        self.valid: Array | None = None  # mask of the steps, if some rows are resets
         if stepper.resets is not None:
-            self.made = self._reserve(VALID, torch.bool).numpy()
-        self._plays = plays
-        if plays:
+            self.valid = self._reserve(VALID, torch.bool).numpy()
+        self._has_replay = has_replay
+        if has_replay:
             self._reserve(("demo", "mask"), torch.bool, 1)
             self._reserve(("demo", "serial"), torch.int64, 1)
-            self.played, self.serials = self._views(("demo", "mask")), self._views(("demo", "serial"))
+            self.replayed_mask, self.serials = self._views(("demo", "mask")), self._views(("demo", "serial"))
         for key in stepper.keys:
             spec = specs.observation[key]
             for path in (path_of(key), next_key(key)):
@@ -368,27 +372,31 @@ class RolloutMemory:
         self.done, self.terminated, self.truncated = (self._views(("next", name)) for name in FLAGS)
         self.states = {key: self._entries[path_of(key)].unbind(0) for key in states}
         # Check results of steps first: an invalid value that is left in the observations then comes from a reset.
-        most = {key: limits.get(key, math.inf) for key in stepper.keys}
-        read = [(f"observation {key!r}", self._entries[next_key(key)], most[key]) for key in stepper.keys]
-        read.append(("reward", self._entries["next", "reward"], math.inf))
-        first = ((f"first observation {key!r} of an episode", path_of(key), most[key]) for key in stepper.keys)
-        read += [(name, self._entries[path], limit) for name, path, limit in first]
-        self._floats = [(name, value.numpy(), limit) for name, value, limit in read if value.is_floating_point()]
-        named = {name: value for name, value, _ in read}
-        self._choices = [
-            (name, named[name].numpy().reshape(steps, self.num_envs, *(space.shape or ())), space)
-            for what in ("observation {!r}", "first observation {!r} of an episode")
-            for key, space in zip(stepper.keys, stepper.spaces, strict=True)
-            if isinstance(space, spaces.Discrete | spaces.MultiDiscrete) and (name := what.format(key))
+        key_limits = {key: limits.get(key, math.inf) for key in stepper.keys}
+        checked = [(f"observation {key!r}", self._entries[next_key(key)], key_limits[key]) for key in stepper.keys]
+        checked.append(("reward", self._entries["next", "reward"], math.inf))
+        first_checks = (
+            (f"first observation {key!r} of an episode", path_of(key), key_limits[key]) for key in stepper.keys
+        )
+        checked += [(name, self._entries[path], limit) for name, path, limit in first_checks]
+        self._float_checks = [
+            (name, value.numpy(), limit) for name, value, limit in checked if value.is_floating_point()
         ]
-        self._flats = [(value.reshape(-1), limit * limit) for _, value, limit in self._floats]
+        values = {name: value for name, value, _ in checked}
+        self._discrete_checks = [
+            (name, values[name].numpy().reshape(steps, self.num_envs, *(space.shape or ())), space)
+            for label in ("observation {!r}", "first observation {!r} of an episode")
+            for key, space in zip(stepper.keys, stepper.spaces, strict=True)
+            if isinstance(space, spaces.Discrete | spaces.MultiDiscrete) and (name := label.format(key))
+        ]
+        self._norm_checks = [(value.reshape(-1), limit * limit) for _, value, limit in self._float_checks]
         self._action_shape = stepper.action_shape
         self.outputs: dict[NestedKey, tuple[Tensor, ...]] = {}
         self.actions: list[Array] = []
         self.log_probs: list[Array] | None = None  # only if a replay may replace some
         self._layout: dict[NestedKey, tuple[torch.Size, torch.dtype]] = {}
-        self._written: dict[NestedKey, Tensor] = {}
-        self._ready: dict[object, TensorDict] = {}
+        self._output_tensors: dict[NestedKey, Tensor] = {}
+        self._tensordicts: dict[object, TensorDict] = {}
 
     def _reserve(self, path: Path, dtype: torch.dtype, *shape: int) -> Tensor:
         value = self._entries[path] = torch.empty(self.steps, self.num_envs, *shape, dtype=dtype)
@@ -404,29 +412,27 @@ class RolloutMemory:
     @property
     def frames(self) -> int:
         """Number of environment steps, without resets."""
-        return self.steps * self.num_envs if self.made is None else int(self.made.sum())
+        return self.steps * self.num_envs if self.valid is None else int(self.valid.sum())
 
     def clear_marks(self) -> None:
         """Clear the marks of replayed steps from the previous rollout."""
         self._entries["demo", "mask"].zero_()
         self._entries["demo", "serial"].fill_(-1)
 
-    def check(self, before: int = 0) -> None:
+    def check(self, first_step: int = 0) -> None:
         """Check the rollout; raise EnvironmentFault if a value is not finite or too large."""
-        for flat, limit in self._flats:
+        for flat, limit in self._norm_checks:
             # The fastest test for few numbers. A square can overflow although the number is finite.
             if not flat.dot(flat) < limit:
-                self.check_part(self.steps, before)
+                self.check_part(self.steps, first_step)
 
-    def check_part(self, steps: int, before: int = 0) -> None:
+    def check_part(self, steps: int, first_step: int = 0) -> None:
         """Check the first ``steps`` steps in the same way, and check that discrete values are inside their spaces."""
-        _refuse_not_finite(((name, values[:steps], limit) for name, values, limit in self._floats), before)
-        for name, values, space in self._choices:
-            shown, number = values[:steps], space.n if isinstance(space, spaces.Discrete) else space.nvec
-            outside = (shown < space.start) | (shown >= space.start + number)
-            _refuse(
-                name, shown, outside, f"one of {space} as its space says: fix observation_space or the environment."
-            )
+        _check_finite(((name, values[:steps], limit) for name, values, limit in self._float_checks), first_step)
+        for name, values, space in self._discrete_checks:
+            observed, num_choices = values[:steps], space.n if isinstance(space, spaces.Discrete) else space.nvec
+            outside = (observed < space.start) | (observed >= space.start + num_choices)
+            _raise_if_any(name, observed, outside, f"a value of {space}. Fix observation_space or the environment.")
 
     def fits(self, outputs: Mapping[NestedKey, Tensor]) -> bool:
         """Return True if the reserved memory fits the policy's outputs at a step."""
@@ -439,36 +445,36 @@ class RolloutMemory:
     def reserve(self, outputs: Mapping[NestedKey, Tensor]) -> None:
         """Reserve memory for the policy's outputs at each step."""
         self._layout = {key: (value.shape, value.dtype) for key, value in outputs.items()}
-        self._written = {
+        self._output_tensors = {
             key: torch.empty(self.steps, *shape, dtype=dtype) for key, (shape, dtype) in self._layout.items()
         }
-        self.outputs = {key: value.unbind(0) for key, value in self._written.items()}
-        self.actions = list(self._written["action"].numpy().reshape(self.steps, *self._action_shape))
-        if self._plays and LOG_PROB in self._written:
-            self.log_probs = list(self._written[LOG_PROB].numpy())
-        self._ready.clear()
+        self.outputs = {key: value.unbind(0) for key, value in self._output_tensors.items()}
+        self.actions = list(self._output_tensors["action"].numpy().reshape(self.steps, *self._action_shape))
+        if self._has_replay and LOG_PROB in self._output_tensors:
+            self.log_probs = list(self._output_tensors[LOG_PROB].numpy())
+        self._tensordicts.clear()
 
     def batch(self) -> TensorDict:
         """Return the rollout as a TensorDict ``[N, T]`` over this memory."""
-        if None not in self._ready:
+        if None not in self._tensordicts:
             entries = {path: value.transpose(0, 1) for path, value in self._all_entries().items()}
-            self._ready[None] = tensordict_of(entries, torch.Size([self.num_envs, self.steps]), (None, "time"))
-        return self._ready[None]
+            self._tensordicts[None] = tensordict_of(entries, torch.Size([self.num_envs, self.steps]), (None, "time"))
+        return self._tensordicts[None]
 
     def rows(self, leave_out: Collection[str] = ()) -> TensorDict:
         """Return the rollout for a ring buffer, ``[T, N]`` or one step ``[N]``, without the root keys ``leave_out``."""
-        wanted = tuple(leave_out)
-        if wanted not in self._ready:
-            entries = {path: value for path, value in self._all_entries().items() if path[0] not in wanted}
+        excluded = tuple(leave_out)
+        if excluded not in self._tensordicts:
+            entries = {path: value for path, value in self._all_entries().items() if path[0] not in excluded}
             if self.steps == 1:
-                one = {path: value[0] for path, value in entries.items()}
-                self._ready[wanted] = tensordict_of(one, torch.Size([self.num_envs]), None)
+                step = {path: value[0] for path, value in entries.items()}
+                self._tensordicts[excluded] = tensordict_of(step, torch.Size([self.num_envs]), None)
             else:
                 shape = torch.Size([self.steps, self.num_envs])
-                self._ready[wanted] = tensordict_of(entries, shape, ("time", None))
-        return self._ready[wanted]
+                self._tensordicts[excluded] = tensordict_of(entries, shape, ("time", None))
+        return self._tensordicts[excluded]
 
     def _all_entries(self) -> dict[Path, Tensor]:
-        written = {path_of(key): value for key, value in self._written.items()}
+        outputs = {path_of(key): value for key, value in self._output_tensors.items()}
         # For entries under "next", the environment's values take precedence over the policy's outputs.
-        return {**self._entries, **{p: v for p, v in written.items() if p[0] != "next" or p not in self._entries}}
+        return {**self._entries, **{p: v for p, v in outputs.items() if p[0] != "next" or p not in self._entries}}

@@ -19,15 +19,15 @@ from torchrl_lightning._core.state import Attribute, bounded_integer, tensor
 from torchrl_lightning._core.tree import join, next_key
 from torchrl_lightning._core.validators import Checked, boolean, frames
 from torchrl_lightning.collectors.base import RECURRENT_STATES, CollectorBase, check_random_frames
-from torchrl_lightning.environments.actions import half_bounded_drawer
+from torchrl_lightning.environments.actions import half_bounded_sampler
 from torchrl_lightning.environments.backends.torchrl_env import (
-    GoingOn,
+    ContinueEpisodes,
     copy_calls,
-    playing_nothing_yet,
-    playing_transforms,
+    preserved_replay_state,
+    replay_transforms,
     with_bookkeeping,
 )
-from torchrl_lightning.environments.env_errors import EnvironmentFault, blame_step, position
+from torchrl_lightning.environments.env_errors import EnvironmentFault, position, reraise_step_error
 from torchrl_lightning.environments.masks import action_mask
 from torchrl_lightning.environments.observation_limits import check_magnitudes, magnitude_limits
 from torchrl_lightning.environments.policy_calls import (
@@ -35,13 +35,13 @@ from torchrl_lightning.environments.policy_calls import (
     apply_policy,
     check_finite,
     default_outputs,
+    expand_mask,
     policy_device,
     recurrent_states,
-    rows_as,
 )
 from torchrl_lightning.environments.seeds import IsolatedRng, check_seed, numbered_seed, spawn_seed
 from torchrl_lightning.environments.specs import carried_keys, environment_specs
-from torchrl_lightning.environments.workers.threads import close_environment, note_threads
+from torchrl_lightning.environments.workers.threads import close_environment, record_num_threads
 
 if TYPE_CHECKING:
     from torchrl.collectors import Collector
@@ -87,7 +87,7 @@ class TorchRLCollector(CollectorBase):
     STATE = {
         **CollectorBase.STATE,
         "trajectories": Attribute(bounded_integer(), "_trajectories"),
-        "ended": Attribute(of=lambda own: tensor(torch.bool, own.num_envs), at="_ended", only="_plays"),
+        "ended": Attribute(of=lambda owner: tensor(torch.bool, owner.num_envs), at="_ended", only="_has_replay"),
         "recurrent_states": RECURRENT_STATES,
     }
 
@@ -105,7 +105,7 @@ class TorchRLCollector(CollectorBase):
         reset_at_each_batch: bool = False,
         init_random_frames: int = 0,
     ) -> None:
-        note_threads(env)
+        record_num_threads(env)
         copy_calls(env)
         super().__init__(env, policy, env.batch_size.numel(), frames_per_batch, total_frames, seed, {})
         self.env = env
@@ -113,21 +113,21 @@ class TorchRLCollector(CollectorBase):
         self.init_random_frames = check_random_frames(init_random_frames, policy)
         self._specs = environment_specs(env)
         self._mask = action_mask(self._specs.observation, self._specs.action)
-        self._form, self._draw = self._specs.action_format, half_bounded_drawer(self._specs.action, env.batch_size)
-        self._handed_on = [each for name in carried_keys(env) for each in (name, ("next", name))]
+        self._form, self._draw = self._specs.action_format, half_bounded_sampler(self._specs.action, env.batch_size)
+        self._carried_keys = [key for name in carried_keys(env) for key in (name, ("next", name))]
         self._evaluation = EvaluationMode(policy)
         self._limits = magnitude_limits(policy, self._specs.observation)
         self._needs_reset = True
         self._resumed = False
         self._collector: Collector | None = None
         self._acts_randomly = False
-        self._acted, self._policy_failed = 0, False  # in this rollout
-        self._unsaid: dict[NestedKey, Tensor] | None = None
+        self._num_actions, self._policy_failed = 0, False  # in this rollout
+        self._default_outputs: dict[NestedKey, Tensor] | None = None
         self._trajectories = self._shift = 0
         self._initial = recurrent_states(policy, self.num_envs)
         self._next_states = {join((), next_key(key)): state for key, state in self._initial.items()}
-        self._plays = any(True for _ in playing_transforms(env))
-        self._going_on = GoingOn()
+        self._has_replay = any(True for _ in replay_transforms(env))
+        self._continue_episodes = ContinueEpisodes()
         # Ended episodes and recurrent states after the last batch.
         self._ended = torch.ones(self.num_envs, dtype=torch.bool)
         self._states = self._initial
@@ -135,75 +135,76 @@ class TorchRLCollector(CollectorBase):
     def rollout(self) -> TensorDict:
         """Collect one batch, even beyond ``total_frames``."""
         device = policy_device(self.policy)
-        begin_anew = self._needs_reset or self.reset_at_each_batch
+        must_reset = self._needs_reset or self.reset_at_each_batch
         self._needs_reset = True  # if this rollout fails midway, the next one cannot continue it
-        stream = numbered_seed(spawn_seed(self.seed, "policy"), self._batches)
-        if begin_anew and self.reset_at_each_batch and self._collector is None:
-            self._check_seeding(stream, device)
+        policy_seed = numbered_seed(spawn_seed(self.seed, "policy"), self._batches)
+        if must_reset and self.reset_at_each_batch and self._collector is None:
+            self._check_seeding(policy_seed, device)
         self._acts_randomly = self.policy is None or self.frames < self.init_random_frames
-        with self._evaluation, IsolatedRng(stream, device):
-            collector = self._blaming(self._built)  # calls the policy once, which draws random numbers
-        with torch.no_grad(), self._evaluation, IsolatedRng(stream, device):
-            collector.reset_at_each_iter = begin_anew
-            if begin_anew:
+        with self._evaluation, IsolatedRng(policy_seed, device):
+            # The first call builds the collector, which calls the policy once and draws random numbers.
+            collector = self._call_with_step_errors(self._get_or_build_collector)
+        with torch.no_grad(), self._evaluation, IsolatedRng(policy_seed, device):
+            collector.reset_at_each_iter = must_reset
+            if must_reset:
                 self._seed_environment()
             if self._resumed and not self.reset_at_each_batch:
                 playing = np.zeros(self.num_envs, dtype=bool)
-                for transform in playing_transforms(self.env):
+                for transform in replay_transforms(self.env):
                     transform.resume()
                     playing |= transform.replay.playing
-                self._going_on.resume(torch.from_numpy(playing) & ~self._ended, self._states)
-            batch = self._blaming(collector.rollout)
+                self._continue_episodes.resume(torch.from_numpy(playing) & ~self._ended, self._states)
+            batch = self._call_with_step_errors(collector.rollout)
             if batch.ndim == 1:  # the environment has no batch dimension
                 batch = batch.unsqueeze(0)
                 batch.names = [None, "time"]
-            if self._handed_on:
-                batch = batch.exclude(*self._handed_on)
+            if self._carried_keys:
+                batch = batch.exclude(*self._carried_keys)
             returned = {f"observation {key!r}": batch.get(next_key(key)) for key in self.specs.keys}
             first = {f"first observation {key!r} of an episode": batch.get(key) for key in self.specs.keys}
             check_finite({"reward": batch["next", "reward"], **returned, **first}, rollout=True)
             if self._limits:
                 check_magnitudes({key: batch.get(next_key(key)) for key in self._limits}, self._limits)
-            self._number_trajectories(batch["collector", "traj_ids"], begin_anew)
+            self._number_trajectories(batch["collector", "traj_ids"], must_reset)
         self._needs_reset = self._resumed = False
         self._batches += 1
         self.frames += self.frames_per_batch
-        if self._plays:
+        if self._has_replay:
             self._ended = batch["next", "done"][:, -1, 0].cpu()
             self._states = {
-                key: initial.where(rows_as(self._ended, initial), batch.get(next_key(key))[:, -1].cpu())
+                key: initial.where(expand_mask(self._ended, initial), batch.get(next_key(key))[:, -1].cpu())
                 for key, initial in self._initial.items()
             }
         return batch
 
-    def _blaming(self, call: Callable[[], T]) -> T:
+    def _call_with_step_errors(self, call: Callable[[], T]) -> T:
         """Call a function that runs environment and policy; add the step number to errors of the environment."""
-        self._acted, self._policy_failed = 0, False
+        self._num_actions, self._policy_failed = 0, False
         position.environment = None
         try:
             return call()
         except (Exception, SystemExit) as error:
             if not self._policy_failed or isinstance(error, EnvironmentFault):
-                blame_step(error, f"At step {max(0, self._acted - 1)} of the rollout, ")
+                reraise_step_error(error, f"At step {max(0, self._num_actions - 1)} of the rollout, ")
             raise
 
-    def _number_trajectories(self, ids: Tensor, begin_anew: bool) -> None:
+    def _number_trajectories(self, ids: Tensor, must_reset: bool) -> None:
         """Count the trajectories from the beginning of the run, also after resuming."""
-        if begin_anew:
+        if must_reset:
             self._shift = self._trajectories - int(ids.min())
         ids += self._shift
         self._trajectories = int(ids.max()) + 1
 
-    def _built(self) -> Collector:
+    def _get_or_build_collector(self) -> Collector:
         if self.closed:
             raise RuntimeError("The collector was shut down; build a new one.")
         if self._collector is None:
             from torchrl.collectors import Collector  # a slow import that most runs do not need
 
             env = with_bookkeeping(self.env, self.policy)
-            if self._plays:
-                env = TransformedEnv(env, self._going_on, auto_unwrap=False)
-            with playing_nothing_yet(self.env):  # the environment is reset again before the first step
+            if self._has_replay:
+                env = TransformedEnv(env, self._continue_episodes, auto_unwrap=False)
+            with preserved_replay_state(self.env):  # the environment is reset again before the first step
                 self._collector = Collector(
                     env,
                     self._act,
@@ -221,13 +222,13 @@ class TorchRLCollector(CollectorBase):
     def _act(self, step: TensorDictBase) -> TensorDictBase:
         position.environment = None
         try:
-            return self._choose(step)
+            return self._choose_action(step)
         except BaseException:
             self._policy_failed = True
             raise
 
-    def _choose(self, step: TensorDictBase) -> TensorDictBase:
-        self._acted += 1
+    def _choose_action(self, step: TensorDictBase) -> TensorDictBase:
+        self._num_actions += 1
         mask = self._mask
         if mask is not None:
             mask.check(step[ACTION_MASK].flatten(0, -2))
@@ -235,15 +236,16 @@ class TorchRLCollector(CollectorBase):
             assert self.policy is not None
             if self._limits:
                 check_magnitudes({key: step.get(key) for key in self._limits}, self._limits)
-            chosen = apply_policy(self.policy, step, policy_device(self.policy), self._form)
+            outputs = apply_policy(self.policy, step, policy_device(self.policy), self._form)
             if mask is not None:
-                masks = chosen[ACTION_MASK].flatten(0, -2)
-                mask.check_actions(chosen["action"].reshape(len(masks), -1), masks, self._acted - 1)
-            return chosen
-        if self._unsaid is None:
-            self._unsaid = {}
+                masks = outputs[ACTION_MASK].flatten(0, -2)
+                mask.check_actions(outputs["action"].reshape(len(masks), -1), masks, self._num_actions - 1)
+            return outputs
+        if self._default_outputs is None:
+            self._default_outputs = {}
             if self.policy is not None:
-                self._unsaid = default_outputs(self.policy, step, policy_device(self.policy), self._next_states)
+                device = policy_device(self.policy)
+                self._default_outputs = default_outputs(self.policy, step, device, self._next_states)
         if mask is not None:
             step["action"] = mask.draw(step[ACTION_MASK])
         elif self._draw is not None:
@@ -252,27 +254,27 @@ class TorchRLCollector(CollectorBase):
             self.env.rand_action(step)
         step["action"] = step["action"].to(self.specs.action.dtype)
         # The recurrent states keep their initial values, so that the batch has its usual keys.
-        for key, state in {**self._unsaid, **self._next_states}.items():
+        for key, state in {**self._default_outputs, **self._next_states}.items():
             step.set(key, state.reshape(*step.shape, *state.shape[1:]).clone())
         return step
 
     def _seed_environment(self) -> None:
         self.env.set_seed(spawn_seed(self.seed, "environment", self._batches))
 
-    def _check_seeding(self, stream: int, device: torch.device) -> None:
+    def _check_seeding(self, policy_seed: int, device: torch.device) -> None:
         """Check that two resets after the same seed are equal; raise ValueError if a resumed run would differ."""
         starts = []
         for _ in range(2):
-            with torch.no_grad(), IsolatedRng(stream, device), playing_nothing_yet(self.env):
+            with torch.no_grad(), IsolatedRng(policy_seed, device), preserved_replay_state(self.env):
                 self._seed_environment()
                 starts.append(self.env.reset().select(*self.specs.keys).clone())
         for key in self.specs.keys:
-            one, two = (start[key] for start in starts)
-            if not bool(((one == two) | ((one != one) & (two != two))).all()):
+            first, second = (start[key] for start in starts)
+            if not bool(((first == second) | ((first != first) & (second != second))).all()):
                 raise ValueError(
-                    f"reset_at_each_batch=True, but observation {key!r} differs between two resets after the same "
-                    f"set_seed of {type(self.env).__name__}: a resumed run would not repeat this one. Let _set_seed "
-                    "seed all that _reset draws from, or leave reset_at_each_batch out."
+                    f"reset_at_each_batch must be False for {type(self.env).__name__}, got True: observation {key!r} "
+                    "differs between two resets after the same set_seed, so a resumed run would not repeat this one. "
+                    "Let _set_seed seed every generator that _reset uses, or set reset_at_each_batch=False."
                 )
 
     def reset(self) -> None:
@@ -280,7 +282,7 @@ class TorchRLCollector(CollectorBase):
         self._needs_reset, self._resumed = True, False
 
     def _loaded(self) -> None:
-        self._resumed = self._plays
+        self._resumed = self._has_replay
 
     def set_seed(self, seed: int) -> int:
         """Seed the environment, reset it before the next batch, and return the seed."""

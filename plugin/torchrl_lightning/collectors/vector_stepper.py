@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 Final = tuple[int | Array, list[Array]]  # index or indices of environments, and the leaves of their last observations
 _SUCCESS = ("is_success", "success")
-_COPY_ENDS = (PartialStepVectorEnv, WorkerVectorEnv, EnvPoolVectorEnv, BatchVectorEnv)  # classes of this package
-_SUSPECT_ENDS = 3  # warn after this number of consecutive last observations that equal the first of the next episode
+_COPYING_CLASSES = (PartialStepVectorEnv, WorkerVectorEnv, EnvPoolVectorEnv, BatchVectorEnv)  # classes of this package
+_SUSPECT_LIMIT = 3  # warn after this number of consecutive last observations that equal the first of the next episode
 _WARNED: WeakSet[VectorEnv[Any, Any, Any]] = WeakSet()
 
 
@@ -60,12 +60,12 @@ class VectorStepper:
         self.actions = ActionFormat.of_space(space)
         self._unchecked = {"reset", "step"}
         self._takes_one_seed = False  # True after the environment rejected a list of seeds
-        self._resets_parts = False  # True after a reset of some environments left the others unchanged
-        self.can_rest = isinstance(env, PartialStepVectorEnv)
-        self._idle = self.actions.to_environment(np.zeros((1, *self.actions.spec_shape)), clip=True)[0]
-        self._copies_ends = isinstance(env.unwrapped, _COPY_ENDS)
-        self._suspect_ends = 0
-        if not self._copies_ends:
+        self._can_reset_some = False  # True after a reset of some environments left the others unchanged
+        self.can_pause = isinstance(env, PartialStepVectorEnv)
+        self._idle_action = self.actions.to_environment(np.zeros((1, *self.actions.spec_shape)), clip=True)[0]
+        self._copies_final_steps = isinstance(env.unwrapped, _COPYING_CLASSES)
+        self._suspect_count = 0
+        if not self._copies_final_steps:
             self._guard_calls()
 
     @property
@@ -82,76 +82,76 @@ class VectorStepper:
         try:
             observation = self._reset(seeds)
         except (Exception, SystemExit) as error:
-            self._blame(error, "reset", "after a reset ")
+            self._raise_env_error(error, "reset", "after a reset ")
             raise
         self._check_first("reset", observation)
         return self.leaves(observation)
 
-    def step(self, action: Array, resting: Array | None = None) -> tuple[list[Array], Array, Array, Array, Any]:
-        """Step all environments except ``resting``; return observations, rewards, terminated, truncated and info.
+    def step(self, action: Array, paused: Array | None = None) -> tuple[list[Array], Array, Array, Array, Any]:
+        """Step all environments except ``paused``; return observations, rewards, terminated, truncated and info.
 
         Actions have the format of ``actions.to_environment``. If environments cannot rest, they take an arbitrary valid
         action; ignore their results.
         """
         position.environment = None
         try:
-            if resting is not None and self.can_rest:
-                observation, reward, terminated, truncated, info = self.env.step_some(action, resting)  # type: ignore[attr-defined]
+            if paused is not None and self.can_pause:
+                observation, reward, terminated, truncated, info = self.env.step_some(action, paused)  # type: ignore[attr-defined]
             else:
-                if resting is not None:
+                if paused is not None:
                     action = action.copy()
-                    action[resting] = self._idle
+                    action[paused] = self._idle_action
                 observation, reward, terminated, truncated, info = self.env.step(action)
         except (Exception, SystemExit) as error:
-            self._blame(error, "step")
+            self._raise_env_error(error, "step")
             raise
         if self._unchecked:
             self._check_info("step", info)
             self._check_first("step", observation)
         return self.leaves(observation), reward, terminated, truncated, info
 
-    def finish(
+    def finish_episodes(
         self,
         done: Array,
         leaves: list[Array],
         info: dict[str, Any],
-        resting: Array | None = None,
-        before: Sequence[Array] = (),
+        paused: Array | None = None,
+        previous: Sequence[Array] = (),
     ) -> tuple[list[Array], list[Final]]:
         """Return the observations for the next action, and the true last observation of each ended episode.
 
-        ``done`` is ``[N]``. Environments in ``resting`` report nothing. ``before`` are the observations before the
+        ``done`` is ``[N]``. Environments in ``paused`` report nothing. ``previous`` are the observations before the
         step. The stepper logs a warning if the last observations seem to be the observations after the reset.
 
         Raises:
             RuntimeError: The environment does not report the last observations, or cannot reset single environments.
             EnvironmentFault: The last observations do not fit the space, or share memory with the next ones.
         """
-        own = done if resting is None else done & ~resting
+        ended = done if paused is None else done & ~paused
         if self.mode is AutoresetMode.NEXT_STEP:
             return leaves, []  # the leaves are the last observations; the next step is a reset
         if self.mode is AutoresetMode.DISABLED:
-            finals = _rows(leaves, own)  # copy before the reset overwrites the memory
-            return self.restart(done, leaves), finals
-        if not own.any():
+            finals = _select_rows(leaves, ended)  # copy before the reset overwrites the memory
+            return self.reset_some(done, leaves), finals
+        if not ended.any():
             return leaves, []
         final = entry_of(info, "final_obs")
         if final is None:
             raise RuntimeError(
-                f"{self.env} ended episodes {np.flatnonzero(done).tolist()} without info['final_obs']; "
-                "AutoresetMode.SAME_STEP promises the last observation there."
+                f"{self.env} ended episodes {np.flatnonzero(done).tolist()} without info['final_obs']: in "
+                "AutoresetMode.SAME_STEP, it must contain their last observations."
             )
         if isinstance(final, dict) or (isinstance(final, np.ndarray) and final.dtype.kind != "O"):  # one batch for all
             reported = [self.leaves(final)]
-            finals = _rows(reported[0], own)
+            finals = _select_rows(reported[0], ended)
         else:
-            ended = np.flatnonzero(own).tolist()
-            for i in ended:  # separate observations: no concatenation has checked their shapes
+            indices = np.flatnonzero(ended).tolist()
+            for i in indices:  # separate observations: no concatenation has checked their shapes
                 check_observation(self.env.single_observation_space, final[i], f"environment {i}")
-            finals = [(i, self.leaves(final[i])) for i in ended]
+            finals = [(i, self.leaves(final[i])) for i in indices]
             reported = [values for _, values in finals]
-        if not self._copies_ends:
-            self._check_finals(reported, finals, leaves, before)
+        if not self._copies_final_steps:
+            self._check_finals(reported, finals, leaves, previous)
         return leaves, finals
 
     def _guard_calls(self) -> None:
@@ -163,24 +163,24 @@ class VectorStepper:
                 guard_calls(env, index)
 
     def _check_finals(
-        self, reported: list[list[Array]], finals: list[Final], leaves: list[Array], before: Sequence[Array]
+        self, reported: list[list[Array]], finals: list[Final], leaves: list[Array], previous: Sequence[Array]
     ) -> None:
         """Check that last observations are not the observations after the reset."""
         if any(np.shares_memory(last, leaf) for values in reported for last, leaf in zip(values, leaves, strict=True)):
             raise EnvironmentFault(
-                f"{self.env} returned info['final_obs'] in the memory of the next observations, expected memory of its "
-                "own, because a reset overwrites it. Copy the last observations before the reset."
+                f"{self.env} returned info['final_obs'] in the memory of the next observations, expected separate "
+                "memory, because a reset overwrites it. Copy the last observations before the reset."
             )
-        for where, values in finals:
-            for row in range(len(where)) if isinstance(where, np.ndarray) else (None,):
-                index = where if row is None else where[row]  # type: ignore[index]
+        for envs, values in finals:
+            for row in range(len(envs)) if isinstance(envs, np.ndarray) else (None,):
+                index = envs if row is None else envs[row]  # type: ignore[index]
                 last = [np.asarray(value if row is None else value[row]) for value in values]
                 is_next = all(map(_is_equal, last, (leaf[index] for leaf in leaves)))
-                has_moved = not all(map(_is_equal, last, (leaf[index] for leaf in before)))
-                self._suspect_ends = self._suspect_ends + 1 if is_next and has_moved else 0
-                if self._suspect_ends == _SUSPECT_ENDS and self.env not in _WARNED:
+                has_changed = not all(map(_is_equal, last, (leaf[index] for leaf in previous)))
+                self._suspect_count = self._suspect_count + 1 if is_next and has_changed else 0
+                if self._suspect_count == _SUSPECT_LIMIT and self.env not in _WARNED:
                     _WARNED.add(self.env)
-                    logger.warning(_SUSPECT, self.env, _SUSPECT_ENDS)
+                    logger.warning(_SUSPECT, self.env, _SUSPECT_LIMIT)
 
     def successes(self, info: dict[str, Any]) -> Array | None:
         """Return the mask ``[N]`` of successes at the episode ends of this step; None if no environment reports it.
@@ -189,15 +189,15 @@ class VectorStepper:
         """
         final = entry_of(info, "final_info") if self.mode is AutoresetMode.SAME_STEP else info
         if isinstance(final, list | tuple | np.ndarray):  # one dict or None for each environment
-            told = [success_of(each) if isinstance(each, Mapping) else None for each in final]
-            if all(each is None for each in told):
+            values = [success_of(env_info) if isinstance(env_info, Mapping) else None for env_info in final]
+            if all(value is None for value in values):
                 return None
-            return np.array([each is not None and bool(np.asarray(each, dtype=bool).all()) for each in told])
-        found = success_of(final) if isinstance(final, Mapping) else None
-        if found is None:
+            return np.array([value is not None and bool(np.asarray(value, dtype=bool).all()) for value in values])
+        success = success_of(final) if isinstance(final, Mapping) else None
+        if success is None:
             return None
-        reached = np.asarray(found, dtype=bool).reshape(self.env.num_envs, -1)
-        return np.asarray(reached.all(1))
+        success_rows = np.asarray(success, dtype=bool).reshape(self.env.num_envs, -1)
+        return np.asarray(success_rows.all(1))
 
     def _reset(self, seeds: list[int] | None) -> Any:
         env: Any = self.env
@@ -216,13 +216,13 @@ class VectorStepper:
             self._check_info("reset", returned[1])
         return returned[0]
 
-    def restart(self, ended: Array, leaves: list[Array]) -> list[Array]:
+    def reset_some(self, ended: Array, leaves: list[Array]) -> list[Array]:
         """Reset the environments of the mask ``ended`` (``[N]``), and return the new observations of all.
 
         ``leaves`` are the current observations. Raise RuntimeError if the environment cannot reset only these.
         """
         # One successful check is enough; later resets skip the comparison.
-        others = [] if self._resets_parts else [leaf[~ended] for leaf in leaves]
+        unaffected = [] if self._can_reset_some else [leaf[~ended] for leaf in leaves]
         position.environment = None
         try:
             observation, _ = self.env.reset(options={"reset_mask": ended.copy()})
@@ -230,14 +230,14 @@ class VectorStepper:
             raise
         except Exception as error:
             if isinstance(self.env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
-                self._blame(error, "reset")
+                self._raise_env_error(error, "reset")
             raise RuntimeError(_NO_PARTIAL_RESET.format(env=self.env)) from error
-        fresh = self.leaves(observation)
-        for before, after in zip(others, fresh, strict=False):
+        initial = self.leaves(observation)
+        for before, after in zip(unaffected, initial, strict=False):
             if not np.array_equal(before, after[~ended], equal_nan=before.dtype.kind == "f"):
                 raise RuntimeError(_NO_PARTIAL_RESET.format(env=self.env))
-        self._resets_parts = self._resets_parts or not ended.all()
-        return fresh
+        self._can_reset_some = self._can_reset_some or not ended.all()
+        return initial
 
     def leaves(self, observation: Any) -> list[Array]:
         """Return the arrays of an observation in the order of ``keys``."""
@@ -247,12 +247,12 @@ class VectorStepper:
         """Close the environment; terminate its processes if they hang in a step."""
         if self.env.closed:
             return
-        processes = isinstance(self.env.unwrapped, AsyncVectorEnv)
+        has_processes = isinstance(self.env.unwrapped, AsyncVectorEnv)
         try:
             with env_errors("close", f"{self.env}"):
-                self.env.close(**({"timeout": 5.0} if processes else {}))
+                self.env.close(**({"timeout": 5.0} if has_processes else {}))
         except (EOFError, OSError, TimeoutError):
-            if not processes:
+            if not has_processes:
                 raise
             self.env.close(terminate=True)
 
@@ -263,24 +263,26 @@ class VectorStepper:
 
     def _check_info(self, call: str, info: Any) -> None:
         """Raise EnvironmentFault unless info is a dict, or a list with one dict for each environment."""
-        many = self.env.num_envs
+        num_envs = self.env.num_envs
         is_list = (
-            isinstance(info, list | tuple) and len(info) == many and all(isinstance(each, Mapping) for each in info)
+            isinstance(info, list | tuple)
+            and len(info) == num_envs
+            and all(isinstance(entry, Mapping) for entry in info)
         )
         if not is_list and not isinstance(info, Mapping):
-            came = f"{type(info).__name__} {info!r:.60}"
+            description = f"{type(info).__name__} {info!r:.60}"
             raise EnvironmentFault(
-                f"{self.env} returned info as {came} from {call}, expected a dict, or a list of {many} dicts. Mend its "
-                f"{call}, or leave out the wrapper that changes info."
+                f"{self.env} returned info as {description} from {call}, expected a dict, or a list of "
+                f"{num_envs} dicts. Fix its {call}, or remove the wrapper that changes info."
             )
 
-    def _blame(self, error: BaseException, call: str, when: str = "") -> None:
+    def _raise_env_error(self, error: BaseException, call: str, prefix: str = "") -> None:
         """Find the environment that caused an error, for example by an observation that cannot be concatenated."""
         env = self.env.unwrapped
-        places = extract_tb(error.__traceback__)
-        if isinstance(env, SyncVectorEnv) and any("concatenate" in place.name for place in places):
+        frames = extract_tb(error.__traceback__)
+        if isinstance(env, SyncVectorEnv) and any("concatenate" in frame.name for frame in frames):
             for index, observation in enumerate(env_observations(env)):
-                check_observation(env.single_observation_space, observation, f"{when}environment {index}")
+                check_observation(env.single_observation_space, observation, f"{prefix}environment {index}")
         reraise_as_env_error(error, call, f"{self.env}")
 
 
@@ -298,11 +300,11 @@ def entry_of(info: Any, name: str) -> Any:
     """
     if isinstance(info, Mapping):
         return info.get(name)
-    if not any(name in each for each in info):
+    if not any(name in env_info for env_info in info):
         return None
     entries = np.empty(len(info), dtype=object)
-    for index, each in enumerate(info):
-        entries[index] = each.get(name)
+    for index, env_info in enumerate(info):
+        entries[index] = env_info.get(name)
     return entries
 
 
@@ -311,13 +313,13 @@ def success_of(info: Mapping[str, Any]) -> Any:
     return next((info[name] for name in _SUCCESS if name in info), None)
 
 
-def _is_equal(one: Array, other: Array) -> bool:
-    return np.array_equal(one, other, equal_nan=one.dtype.kind == "f" and other.dtype.kind == "f")
+def _is_equal(first: Array, second: Array) -> bool:
+    return np.array_equal(first, second, equal_nan=first.dtype.kind == "f" and second.dtype.kind == "f")
 
 
-def _rows(leaves: list[Array], done: Array) -> list[Final]:
-    where = np.flatnonzero(done)
-    return [(where, [leaf[where] for leaf in leaves])] if len(where) else []
+def _select_rows(leaves: list[Array], mask: Array) -> list[Final]:
+    indices = np.flatnonzero(mask)
+    return [(indices, [leaf[indices] for leaf in leaves])] if len(indices) else []
 
 
 _SUSPECT = (
@@ -327,6 +329,6 @@ _SUSPECT = (
 )
 _NO_PARTIAL_RESET = (
     "{env} cannot reset only some environments (env.reset(options={{'reset_mask': mask}})), as a replay "
-    "and AutoresetMode.DISABLED need. Build it by make_vector_env from an id or a factory; without a replay, "
-    "autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP does."
+    "and AutoresetMode.DISABLED need. Build it by make_vector_env from an id or a factory, or, without a replay, with "
+    "autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP."
 )

@@ -20,7 +20,7 @@ from torchrl_lightning.environments.policy_calls import Policy
 from torchrl_lightning.environments.seeds import IsolatedRng
 from torchrl_lightning.environments.workers.threads import close_environment
 
-_NEEDED = "a video needs an environment that draws render_mode=rgb_array, but that of this run"
+_REQUIREMENT = "a video needs an environment that renders images with render_mode='rgb_array'"
 
 
 def check_renderable(env: Any) -> None:
@@ -30,43 +30,43 @@ def check_renderable(env: Any) -> None:
         env: An id or a factory, as for :func:`record_video`.
 
     Raises:
-        Fault: A package is missing, or the environment renders no image.
+        UserError: A package is missing, or the environment renders no image.
 
     Examples:
         >>> from torchrl_lightning import make_vector_env
         >>> check_renderable(make_vector_env("CartPole-v1", 1))
         Traceback (most recent call last):
             ...
-        torchrl_lightning._core.errors.UserError: a video needs an environment of its own: give eval_env= an id or \
-a factory.
+        torchrl_lightning._core.errors.UserError: eval_env must be an id or a factory to record a video, got a ready \
+PartialStepVectorEnv.
     """
     if not isinstance(env, str) and not callable(env):
-        raise UserError("a video needs an environment of its own: give eval_env= an id or a factory.")
+        raise UserError(f"eval_env must be an id or a factory to record a video, got a ready {type(env).__name__}.")
     try:
         import moviepy  # noqa: F401
     except ImportError as error:
         raise UserError(
-            "a video needs moviepy: pip install 'torchrl-lightning[video]'; or leave the video out."
+            "a video needs moviepy. Install it by pip install 'torchrl-lightning[video]', or remove the video."
         ) from error
-    picture = None
+    image = None
     try:
         with IsolatedRng(None, torch.device("cpu")), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # this function raises an error in the cases of Gymnasium's warnings
-            made = _drawn(env)()
+            environment = _rendering_factory(env)()
             try:
-                if isinstance(made, gymnasium.Env):
-                    made.reset(seed=0)
-                    picture = made.render()
+                if isinstance(environment, gymnasium.Env):
+                    environment.reset(seed=0)
+                    image = environment.render()
             finally:
-                close_environment(made)
+                close_environment(environment)
     except Exception as error:  # environments and rendering libraries raise any type
-        raise UserError(f"{_NEEDED} cannot: {' '.join(str(error).split())}") from error
-    if not isinstance(made, gymnasium.Env):
+        raise UserError(f"{_REQUIREMENT}, but this failed: {' '.join(str(error).split())}") from error
+    if not isinstance(environment, gymnasium.Env):
         raise UserError(
-            "a video is of Gymnasium's environments, but that of this run is TorchRL's; leave the video out."
+            f"a video needs a Gymnasium environment, got TorchRL's {type(environment).__name__}. Remove the video."
         )
-    if not isinstance(picture, np.ndarray):
-        raise UserError(f"{_NEEDED} draws {type(picture).__name__}; leave the video out.")
+    if not isinstance(image, np.ndarray):
+        raise UserError(f"{_REQUIREMENT}, got {type(image).__name__}. Remove the video.")
 
 
 def record_video(
@@ -82,20 +82,20 @@ def record_video(
         deterministic: Take the mode of the policy's distribution; False draws a sample.
         clip_actions: See :func:`~torchrl_lightning.play_episodes`.
     """
-    make = _drawn(env)
+    make = _rendering_factory(env)
     with TemporaryDirectory() as folder:
 
-        def recorded() -> Any:
+        def make_recorder() -> Any:
             return gymnasium.wrappers.RecordVideo(make(), f"{folder}/made", episode_trigger=lambda number: number == 0)
 
         options: dict[str, Any] = {"seed": seed, "deterministic": deterministic, "clip_actions": clip_actions}
-        play_episodes(recorded, policy, 1, num_envs=1, **options)
+        play_episodes(make_recorder, policy, 1, num_envs=1, **options)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replaced_files(path) as (file,), next(Path(folder).glob("made/*.mp4")).open("rb") as film:
-            shutil.copyfileobj(film, file)
+        with replaced_files(path) as (file,), next(Path(folder).glob("made/*.mp4")).open("rb") as video:
+            shutil.copyfileobj(video, file)
 
 
-def _drawn(env: Any) -> Callable[[], Any]:
+def _rendering_factory(env: Any) -> Callable[[], Any]:
     """Return a factory of an environment with ``render_mode="rgb_array"``."""
     return lambda: (
         gymnasium.make(env, render_mode="rgb_array") if isinstance(env, str) else env(render_mode="rgb_array")

@@ -19,7 +19,7 @@ from torchrl.envs.utils import ExplorationType
 from torchrl_lightning._core.keys import ENV_IDS, TRAJ_IDS
 from torchrl_lightning._core.protocols import PolicyApi
 from torchrl_lightning._core.state import Attribute, InPlace, bounded_integer
-from torchrl_lightning.collectors.base import CollectorBase, check_acting, check_random_frames, check_replay
+from torchrl_lightning.collectors.base import CollectorBase, check_exploration, check_random_frames, check_replay
 from torchrl_lightning.collectors.gymnasium import GymnasiumCollector
 from torchrl_lightning.environments.backends.vector_env import check_env_source, vectorization_of
 from torchrl_lightning.environments.policy_calls import Policy, load_weights, policy_device
@@ -38,34 +38,38 @@ class Worker:
             other seeds and trajectory ids.
     """
 
-    def __init__(self, payload: bytes, number: int, count: int, begun: int) -> None:
+    def __init__(self, payload: bytes, index: int, count: int, num_begun: int) -> None:
         torch.set_num_threads(1)
         env, self.policy, kwargs = pickle.loads(payload)
         self.replay = kwargs.get("replay")
-        self.number, self.count = number, count
+        self.index, self.count = index, count
         for part in self.policy.modules() if isinstance(self.policy, nn.Module) else ():
             if (set_worker := PolicyApi.of(part).set_worker) is not None:
-                set_worker(number, count)
+                set_worker(index, count)
         self.collector = GymnasiumCollector(env, self.policy, **kwargs)
-        frames = begun * self.collector.frames_per_batch
+        frames = num_begun * self.collector.frames_per_batch
         # A rollout begins at most as many trajectories as it has frames and environments.
-        counters = {"batches": begun, "frames": frames, "trajectories": frames + begun * self.collector.num_envs}
+        counters = {
+            "batches": num_begun,
+            "frames": frames,
+            "trajectories": frames + num_begun * self.collector.num_envs,
+        }
         self.collector.load_state_dict({**self.collector.state_dict(), **counters})
 
     def rollout(self, version: int) -> TensorDict:
         """Collect a rollout ``[N, T]`` with the current policy and mark it with the version of its weights."""
         rollout = self.collector.rollout()
         ids = rollout[TRAJ_IDS]
-        first_env = self.number * self.collector.num_envs
-        rollout[TRAJ_IDS] = ids * self.count + self.number
+        first_env = self.index * self.collector.num_envs
+        rollout[TRAJ_IDS] = ids * self.count + self.index
         rollout[ENV_IDS] = (first_env + torch.arange(self.collector.num_envs))[:, None].expand_as(ids)
         rollout["collector", "policy_version"] = torch.full_like(ids, version)
         return rollout
 
-    def follow(self, news: bytes) -> None:
+    def follow(self, delta: bytes) -> None:
         """Apply pickled changes to the replay."""
         assert self.replay is not None
-        self.replay.follow(pickle.loads(news))
+        self.replay.follow(pickle.loads(delta))
 
 
 class WorkersCollector(CollectorBase):
@@ -101,25 +105,24 @@ class WorkersCollector(CollectorBase):
     ) -> None:
         if isinstance(env, VectorEnv):
             raise TypeError(
-                f"Each worker builds its own environments, but env is a ready {type(env).__name__}; "
-                "pass its id or a factory of one environment."
+                "env must be an id or a factory of one environment, because each worker builds its own, got a ready "
+                f"{type(env).__name__}."
             )
-        stepped = vectorization_of(env, "sync")
-        if stepped != vectorization_of(env):
+        vectorization = vectorization_of(env, "sync")
+        if vectorization != vectorization_of(env):
             raise ValueError(
-                f"vectorization must be 'sync' in the recipe of a {type(self).__name__}, whose workers step their "
-                f"environments themselves, got {vectorization_of(env)!r}. Leave it out, or collect in this "
-                "process."
+                f"vectorization must be 'sync' in the recipe of a {type(self).__name__}, because workers step their "
+                f"environments, got {vectorization_of(env)!r}. Remove it, or collect in this process."
             )
-        check_env_source(env, stepped, env_kwargs, wrappers)
+        check_env_source(env, vectorization, env_kwargs, wrappers)
         env_args = {"vectorization": "sync", "env_kwargs": env_kwargs, "wrappers": tuple(wrappers)}
         super().__init__(env, policy, num_envs, frames_per_batch, total_frames, seed, env_args)
-        _pickled((env, env_args), "The environment (env, env_kwargs, wrappers)")
-        check_acting(policy, exploration_type, reset_at_each_batch=reset_at_each_batch, clip_actions=clip_actions)
+        _pickle((env, env_args), "The environment (env, env_kwargs, wrappers)")
+        check_exploration(policy, exploration_type, reset_at_each_batch=reset_at_each_batch, clip_actions=clip_actions)
         check_replay(replay, num_envs, "each worker")
         self.env, self.num_workers, self.clip_actions = env, num_workers, clip_actions
-        self._player = replay
-        self._told: dict[int, Any] = {}  # the replay's contents that each worker has
+        self._replay = replay
+        self._snapshots: dict[int, Any] = {}  # the replay's contents that each worker has
         self._kwargs: dict[str, Any] = {
             **env_args,
             "reset_at_each_batch": reset_at_each_batch,
@@ -143,11 +146,11 @@ class WorkersCollector(CollectorBase):
         if self.closed:
             raise RuntimeError("The collector was shut down; build a new one.")
         try:
-            rollout, worker, behind = self._next()
+            rollout, worker, following = self._next()
         except BaseException:
             self.shutdown(raise_on_error=False)
             raise
-        self._yielded[worker] = behind
+        self._yielded[worker] = following
         self._lag = self.policy_version - int(rollout["collector", "policy_version"][0, 0])
         self._batches += 1
         self.frames += self.frames_per_batch
@@ -156,7 +159,7 @@ class WorkersCollector(CollectorBase):
     @property
     def replays(self) -> bool:
         """Whether workers replay recorded steps."""
-        return self._player is not None
+        return self._replay is not None
 
     def metrics(self) -> dict[str, float]:
         """Return the policy lag of the last batch, in versions of the weights."""
@@ -172,21 +175,21 @@ class WorkersCollector(CollectorBase):
         if isinstance(policy, nn.Module) and policy_device(policy).type != "cpu":
             policy = copy.deepcopy(policy).cpu()
         options = {**self._kwargs, "seed": self._worker_seed(worker)}
-        if self._player is not None:
-            self._told[worker] = self._player.contents()
-            options["replay"] = self._player.for_worker(spawn_seed(self.seed, "replay", worker, self._batches))
-        name = f"The policy ({type(policy).__name__})" + ("" if self._player is None else " or the replay")
-        return _pickled((self.env, policy, options), name)
+        if self._replay is not None:
+            self._snapshots[worker] = self._replay.contents()
+            options["replay"] = self._replay.for_worker(spawn_seed(self.seed, "replay", worker, self._batches))
+        label = f"The policy ({type(policy).__name__})" + ("" if self._replay is None else " or the replay")
+        return _pickle((self.env, policy, options), label)
 
     def _worker_seed(self, worker: int) -> int:
         return spawn_seed(self.seed, "worker", worker)
 
     def _news(self, worker: int) -> bytes | None:
         """Return the pickled replay changes that a worker lacks, or None if it is up to date."""
-        if self._player is None:
+        if self._replay is None:
             return None
-        known, self._told[worker] = self._told[worker], self._player.contents()
-        return None if self._told[worker] == known else pickle.dumps(self._player.news(known))
+        previous, self._snapshots[worker] = self._snapshots[worker], self._replay.contents()
+        return None if self._snapshots[worker] == previous else pickle.dumps(self._replay.news(previous))
 
     def _stop(self) -> None:
         """End all workers, if any are running."""
@@ -219,17 +222,17 @@ class WorkersCollector(CollectorBase):
             ValueError: ``static_seed`` is True.
         """
         if static_seed:
-            raise ValueError("static_seed=True would make all workers collect the same data.")
+            raise ValueError("static_seed must be False, got True: all workers would collect the same data.")
         self.seed = check_seed(seed)
         self._stop()
         return spawn_seeds(self._worker_seed(self.num_workers - 1), "environment", 0, count=self.num_envs)[-1]
 
 
-def _pickled(content: object, what: str) -> bytes:
+def _pickle(value: object, label: str) -> bytes:
     try:
-        return cloudpickle.dumps(content)
+        return cloudpickle.dumps(value)
     except Exception as error:
         raise TypeError(
-            f"{what} cannot be pickled, so it cannot be sent to a worker process: {error}. Use a "
+            f"{label} cannot be pickled, so it cannot be sent to a worker process: {error}. Use a "
             "registered id, or a factory that builds everything when it is called and keeps no open resources."
         ) from error

@@ -85,10 +85,10 @@ class ActionFormat:
         return self.low is not None
 
     @property
-    def is_natural(self) -> bool:
+    def is_network_format(self) -> bool:
         """Whether networks use the same shape, dtype and numbering, so that only rounding may change an action."""
-        natural = self.dtype in (np.float32, np.int64, np.bool_) and self.shape == self.spec_shape
-        return natural and not self.start
+        is_same = self.dtype in (np.float32, np.int64, np.bool_) and self.shape == self.spec_shape
+        return is_same and not self.start
 
     @cached_property
     def _torch_dtype(self) -> torch.dtype:
@@ -96,7 +96,7 @@ class ActionFormat:
         return dtype
 
     @cached_property
-    def _precise(self) -> np.dtype[Any]:
+    def _comparison_dtype(self) -> np.dtype[Any]:
         """The dtype for comparisons with the bounds."""
         return np.promote_types(self.dtype, np.float32) if self.dtype.kind == "f" else np.dtype(np.int64)
 
@@ -105,30 +105,30 @@ class ActionFormat:
         """Lower and upper bounds; None if all are infinite or missing."""
         if self.low is None or self.high is None or (np.isinf(self.low).all() and np.isinf(self.high).all()):
             return None
-        return self.low.astype(self._precise), self.high.astype(self._precise)
+        return self.low.astype(self._comparison_dtype), self.high.astype(self._comparison_dtype)
 
     @cached_property
-    def _edges(self) -> dict[bool, tuple[Array, Array]]:
+    def _tolerant_bounds(self) -> dict[bool, tuple[Array, Array]]:
         """Bounds widened by the tolerance of rounding, for 16-bit numbers (True) and others (False)."""
         low, high = self._bounds or (np.zeros(0), np.zeros(0))
         size = np.maximum(*(np.where(np.isfinite(bound), np.abs(bound), 0) for bound in (low, high)))
         with np.errstate(over="ignore"):  # a bound near the largest number becomes infinite
-            return {half: (low - size * room, high + size * room) for half, room in _ROOMS}
+            return {half: (low - size * tolerance, high + size * tolerance) for half, tolerance in _TOLERANCES}
 
     @cached_property
-    def _bounds_and_edges(self) -> Array | None:
+    def _kernel_bounds(self) -> Array | None:
         """Bounds and widened bounds for float32 in the layout of the kernel, ``[4, F]``; None without bounds."""
         if self.dtype.kind != "f" or self._bounds is None:
             return None
-        return np.stack([*self._bounds, *self._edges[False]]).reshape(4, -1)
+        return np.stack([*self._bounds, *self._tolerant_bounds[False]]).reshape(4, -1)
 
     @cached_property
     def _fast_dtype(self) -> np.dtype[Any] | None:
         """The dtype of arrays that need no conversion; None if every array needs one."""
-        return self.dtype if self.is_natural and self.dtype.kind != "b" else None
+        return self.dtype if self.is_network_format and self.dtype.kind != "b" else None
 
     @cached_property
-    def _greatest(self) -> float:
+    def _largest(self) -> float:
         return float(np.finfo(self.dtype).max)
 
     # -- conversion --------------------------------------------------------------------------------------------------
@@ -152,16 +152,16 @@ class ActionFormat:
             clip = self.clip
         if action.dtype is self._fast_dtype and not clip:  # avoids most function calls at each environment step
             action = action.copy()
-            bounds = self._bounds_and_edges
+            bounds = self._kernel_bounds
             if bounds is not None:
                 jitted(set_to_bounds)(action.reshape(-1, bounds.shape[1]), bounds)
             return action
         if self.shape != self.spec_shape:
             action = action.reshape(-1)
-        kind = self.dtype.kind
-        if kind == "b":
+        dtype_kind = self.dtype.kind
+        if dtype_kind == "b":
             return action != 0
-        action = self._within_bounds(action, clip) if kind == "f" else self._counted(action, clip)
+        action = self._within_bounds(action, clip) if dtype_kind == "f" else self._to_integers(action, clip)
         if isinstance(action, np.ndarray):
             return action.astype(self.dtype)
         return action.to(self._torch_dtype, copy=True)
@@ -169,34 +169,38 @@ class ActionFormat:
     def _within_bounds(self, action: Any, clip: bool) -> Any:
         xp: Any = np if isinstance(action, np.ndarray) else torch
         half = action.dtype in _HALF
-        if action.dtype.itemsize < self._precise.itemsize or not _is_floating(action):
-            action = action.astype(self._precise) if xp is np else action.to(numpy_to_torch_dtype_dict[self._precise])
+        if action.dtype.itemsize < self._comparison_dtype.itemsize or not _is_floating(action):
+            action = (
+                action.astype(self._comparison_dtype)
+                if xp is np
+                else action.to(numpy_to_torch_dtype_dict[self._comparison_dtype])
+            )
         if self._bounds is not None:
-            low, high = self._like(action, self._bounds)
+            low, high = self._like_action(action, self._bounds)
             if clip:
                 action = xp.minimum(xp.maximum(action, low), high)
             else:
-                action = _within(xp, action, low, high, *self._like(action, self._edges[half]))
+                action = _within(xp, action, low, high, *self._like_action(action, self._tolerant_bounds[half]))
         if self.dtype.itemsize < action.dtype.itemsize:  # it would become infinite
-            action = action.clip(-self._greatest, self._greatest)
+            action = action.clip(-self._largest, self._largest)
         return action
 
-    def _counted(self, action: Any, clip: bool) -> Any:
+    def _to_integers(self, action: Any, clip: bool) -> Any:
         is_array = isinstance(action, np.ndarray)
         if _is_floating(action):
             action = action.round().clip(-_LARGE, _LARGE)
         action = action.astype(np.int64) if is_array else action.to(torch.int64)
         if self.start:
-            action = action + self._like(action, [np.asarray(self.start)])[0]
+            action = action + self._like_action(action, [np.asarray(self.start)])[0]
         if clip and self._bounds is not None:
-            action = action.clip(*self._like(action, self._bounds))
+            action = action.clip(*self._like_action(action, self._bounds))
         if self.dtype.itemsize < 8:  # it would wrap around
             limits = np.iinfo(self.dtype)
             action = action.clip(limits.min, limits.max)
         return action
 
     @staticmethod
-    def _like(action: Any, arrays: Sequence[Array]) -> Sequence[Any]:
+    def _like_action(action: Any, arrays: Sequence[Array]) -> Sequence[Any]:
         """Return arrays unchanged for an array action, or as tensors on the device of a tensor action."""
         if isinstance(action, np.ndarray):
             return arrays
@@ -246,11 +250,11 @@ class ActionFormat:
         shape, dtype, start = tuple(map(int, state["shape"])), np.dtype(state["dtype"]), state["start"]
         start = tuple(map(int, start)) if isinstance(start, list) else int(start)
         low, high = bounds = [None if state[name] is None else state[name].numpy() for name in ("low", "high")]
-        is_of_spec = shape == tuple(spec.shape) or (not shape and spec.shape == (1,))
-        fits = all(bound is None or (bound.shape, bound.dtype) == (shape, dtype) for bound in bounds)
-        fits = fits and dtype in numpy_to_torch_dtype_dict and (low is None) == (high is None)
-        if not is_of_spec or not fits:
-            raise ValueError(f"actions of shape {shape} and dtype {dtype} are not those of {spec}")
+        fits_spec = shape == tuple(spec.shape) or (not shape and spec.shape == (1,))
+        fits_bounds = all(bound is None or (bound.shape, bound.dtype) == (shape, dtype) for bound in bounds)
+        fits_bounds = fits_bounds and dtype in numpy_to_torch_dtype_dict and (low is None) == (high is None)
+        if not fits_spec or not fits_bounds:
+            raise ValueError(f"actions must fit {spec}, got shape {shape} and dtype {dtype}")
         clip = bool(state.get("clip", False))  # files of earlier releases lack it
         return cls(shape, dtype, start, low, high, tuple(spec.shape), clip)
 
@@ -259,13 +263,13 @@ def _is_floating(action: Any) -> bool:
     return action.dtype.kind == "f" if isinstance(action, np.ndarray) else action.is_floating_point()
 
 
-def _within(xp: Any, action: Any, low: Any, high: Any, least: Any, most: Any) -> Any:
-    """Return actions set to their bounds, except those below ``least`` or above ``most``."""
-    inside = xp.minimum(xp.maximum(action, low), high)
-    return xp.where((action >= least) & (action <= most), inside, action)
+def _within(xp: Any, action: Any, low: Any, high: Any, tolerant_low: Any, tolerant_high: Any) -> Any:
+    """Return actions set to their bounds, except those below ``tolerant_low`` or above ``tolerant_high``."""
+    clipped = xp.minimum(xp.maximum(action, low), high)
+    return xp.where((action >= tolerant_low) & (action <= tolerant_high), clipped, action)
 
 
-_ROOMS = ((False, ROUNDING), (True, HALF_ROUNDING))
+_TOLERANCES = ((False, ROUNDING), (True, HALF_ROUNDING))
 
 
 def check_clipping(form: ActionFormat, actions: object) -> None:
@@ -287,7 +291,7 @@ def first_action(space: spaces.Space[Any]) -> int | tuple[int, ...]:
     return tuple(start.tolist()) if start.ndim else int(start)
 
 
-def from_zero(space: spaces.Space[Any]) -> spaces.Space[Any]:
+def to_zero_based(space: spaces.Space[Any]) -> spaces.Space[Any]:
     """Return the space with choices that count from 0."""
     if not first_action(space):
         return space
@@ -303,14 +307,14 @@ def network_spec(spec: TensorSpec) -> TensorSpec:
     return spec.to(torch.int64) if isinstance(spec, Categorical) else spec
 
 
-def half_bounded_drawer(spec: TensorSpec, batch: Sequence[int]) -> Callable[[], Tensor] | None:
+def half_bounded_sampler(spec: TensorSpec, batch: Sequence[int]) -> Callable[[], Tensor] | None:
     """Return a function that draws actions ``[*batch, *A]`` for a spec with infinite bounds; None for other specs.
 
     TorchRL's own specs draw NaN or infinity for infinite bounds. Here they are drawn like Gymnasium's Box.
 
     Examples:
         >>> spec = Bounded(torch.tensor([0.0, -torch.inf]), torch.tensor([torch.inf, 1.0]), (2,))
-        >>> draw = half_bounded_drawer(spec, [100])
+        >>> draw = half_bounded_sampler(spec, [100])
         >>> bool(spec.is_in(draw()).all())
         True
     """
@@ -319,14 +323,14 @@ def half_bounded_drawer(spec: TensorSpec, batch: Sequence[int]) -> Callable[[], 
     space = spec.expand(*batch, *spec.shape).space
     low, high = space.low, space.high
     below, above = low.isfinite(), high.isfinite()
-    between = below & above
-    if bool(between.all()):
+    bounded = below & above
+    if bool(bounded.all()):
         return None
-    first, width = low.where(between, 0), (high - low).where(between, 0)
+    start, width = low.where(bounded, 0), (high - low).where(bounded, 0)
 
     def draw() -> Tensor:
-        even, distance = first + width * torch.rand_like(low), torch.empty_like(low).exponential_()
-        one_sided = torch.where(below, low + distance, torch.where(above, high - distance, torch.randn_like(low)))
-        return torch.where(between, even, one_sided)
+        uniform, excess = start + width * torch.rand_like(low), torch.empty_like(low).exponential_()
+        one_sided = torch.where(below, low + excess, torch.where(above, high - excess, torch.randn_like(low)))
+        return torch.where(bounded, uniform, one_sided)
 
     return draw

@@ -39,8 +39,8 @@ class AutocastModule(TensorDictModuleBase):
     def compute_step(self, step: TensorDictBase) -> Outputs:
         """Return the entries that the module writes into a step ``[*B]``, and write nothing."""
         with self.autocast():
-            bare = fast_call(self.module)
-            outputs = policy_outputs(self.module, step.copy()) if bare is None else bare(step)
+            call = fast_call(self.module)
+            outputs = policy_outputs(self.module, step.copy()) if call is None else call(step)
             written = {key: to_single(value) for key, value in outputs.items()}
             action = outputs.get(ACTION)
             get_dist = getattr(self, "get_dist", None)

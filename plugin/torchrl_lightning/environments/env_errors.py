@@ -25,10 +25,10 @@ from torchrl_lightning.environments.copies import copied
 _CALLS = {"reset": "reset", "step": "step", "_reset": "reset", "_step": "step", "close": "close"}
 _RETURNS = {"reset": "(observation, info)", "step": "(observation, reward, terminated, truncated, info)"}
 # Modules that call environments (_CALLERS), and Gymnasium's modules that wrap them (_AROUND).
-_OURS = __name__.partition(".")[0]
+_PACKAGE = __name__.partition(".")[0]
 _LIBRARIES = ("contextlib", "functools", "multiprocessing", "numpy", "tensordict", "torch", "torchrl")
-_CALLERS = (*_LIBRARIES, "gymnasium.vector", _OURS)
-_AROUND = ("gymnasium.core", "gymnasium.utils", "gymnasium.wrappers", "gymnasium.envs.registration")
+_CALLERS = (*_LIBRARIES, "gymnasium.vector", _PACKAGE)
+_WRAPPERS = ("gymnasium.core", "gymnasium.utils", "gymnasium.wrappers", "gymnasium.envs.registration")
 
 
 class Position(threading.local):
@@ -47,9 +47,9 @@ class EnvironmentFault(UserError):
     An exception of the environment becomes the cause, with only the frames of its own code.
     """
 
-    def within(self, place: str) -> Self:
-        """Put the place in front of the message, and return the fault."""
-        self.args = (f"{place}{self}",)
+    def within(self, prefix: str) -> Self:
+        """Put a prefix in front of the message, and return the fault."""
+        self.args = (f"{prefix}{self}",)
         return self
 
     def sent(self) -> WorkerFault:
@@ -65,17 +65,17 @@ class WorkerFault(EnvironmentFault, RuntimeError):
 
 
 @contextmanager
-def env_errors(call: str, whose: str = "the environment", index: int | None = None) -> Iterator[None]:
+def env_errors(call: str, subject: str = "the environment", index: int | None = None) -> Iterator[None]:
     """Apply :func:`reraise_as_env_error` to errors of a block that calls an environment, with the number ``index``."""
     position.environment = index
     try:
         yield
     except (Exception, SystemExit) as error:
-        reraise_as_env_error(error, call, whose)
+        reraise_as_env_error(error, call, subject)
         raise
 
 
-def reraise_as_env_error(error: BaseException, call: str, whose: str = "the environment") -> None:
+def reraise_as_env_error(error: BaseException, call: str, subject: str = "the environment") -> None:
     """Raise an EnvironmentFault for an error of an environment; return if the environment did not cause it.
 
     The message has the number of the environment at :data:`position`. The environment is also at fault if the error
@@ -84,66 +84,68 @@ def reraise_as_env_error(error: BaseException, call: str, whose: str = "the envi
     Args:
         error: the exception of a call of one or several environments.
         call: ``make``, ``reset``, ``step`` or ``close``; the traceback of the error may name another one.
-        whose: the name of the environment if its number is not known.
+        subject: the name of the environment if its number is not known.
 
     Examples:
-        >>> with blaming("step", index=3):
+        >>> with env_errors("step", index=3):
         ...     _, _, _, _, _ = (0, 1.0, False)
         Traceback (most recent call last):
             ...
-        torchrl_lightning.environments.env_errors.EnvironmentFault: environment 3 returned from step what does not \
-fit: not enough values to unpack (expected 5, got 3); expected (observation, reward, terminated, truncated, info). \
-Mend what its step returns.
+        torchrl_lightning.environments.env_errors.EnvironmentFault: environment 3 returned invalid values from \
+step: not enough values to unpack (expected 5, got 3); expected (observation, reward, terminated, truncated, info). \
+Fix its step.
     """
     if isinstance(error, UserError) or (isinstance(error, SystemExit) and type(error) is not SystemExit):
         return  # already reported, or must end the process after SIGTERM
     trace, innermost = error.__traceback__, [frame for frame, _ in walk_tb(error.__traceback__)][-1]
     if (call == "make" and not isinstance(error, TimeoutError)) and (
-        isinstance(error, ImportError | gymnasium.error.Error) or _is_of(innermost, ("gymnasium", "torchrl", _OURS))
+        isinstance(error, ImportError | gymnasium.error.Error)
+        or _is_in_modules(innermost, ("gymnasium", "torchrl", _PACKAGE))
     ):
         return  # the caller reports it
-    while trace is not None and _is_of(trace.tb_frame, _CALLERS):
+    while trace is not None and _is_in_modules(trace.tb_frame, _CALLERS):
         trace = trace.tb_next
     index = position.environment
     names = (frame.f_code.co_name for frame, _ in walk_tb(trace))
     call = next((_CALLS[name] for name in names if name in _CALLS), call)
-    places = [
-        (frame.f_code.co_filename, line) for frame, line in walk_tb(trace) if not _is_of(frame, (*_CALLERS, *_AROUND))
+    frames = [
+        (frame.f_code.co_filename, line)
+        for frame, line in walk_tb(trace)
+        if not _is_in_modules(frame, (*_CALLERS, *_WRAPPERS))
     ]
-    whose = whose if index is None else f"environment {index}"
-    said = " ".join(str(error).split()).rstrip(".")
-    if places:
-        file, line = ([place for place in places if not _is_installed(place[0])] or places)[-1]
+    subject = subject if index is None else f"environment {index}"
+    detail = " ".join(str(error).split()).rstrip(".")
+    if frames:
+        file, line = ([location for location in frames if not _is_installed(location[0])] or frames)[-1]
         where = f"{call} ({file.replace(chr(92), '/').rpartition('/')[2]}, line {line})"
-        what = f"{type(error).__name__} in {where}" + (f": {said}" if said else "")
-        raise EnvironmentFault(f"{whose} raised {what}. Mend the environment there.") from error.with_traceback(trace)
+        cause = f"{type(error).__name__} in {where}" + (f": {detail}" if detail else "")
+        raise EnvironmentFault(f"{subject} raised {cause}. Fix the environment there.") from error.with_traceback(trace)
     if call in _RETURNS and (trace is not None or index is not None):
         raise EnvironmentFault(
-            f"{whose} returned from {call} what does not fit: {said}; expected {_RETURNS[call]}. Mend what its {call} "
-            "returns."
+            f"{subject} returned invalid values from {call}: {detail}; expected {_RETURNS[call]}. Fix its {call}."
         ) from error.with_traceback(trace)
 
 
-def blame_step(error: BaseException, place: str) -> None:
-    """Apply :func:`reraise_as_env_error` to an error of a TorchRL step, and begin the message with the place."""
+def reraise_step_error(error: BaseException, prefix: str) -> None:
+    """Apply :func:`reraise_as_env_error` to an error of a TorchRL step, and begin the message with a prefix."""
     try:
         reraise_as_env_error(error, "step")
     except EnvironmentFault as fault:
         error = fault
     if isinstance(error, EnvironmentFault):
-        raise error.within(place)
+        raise error.within(prefix)
 
 
 def _is_installed(file: str) -> bool:
     return "site-packages" in file or file.startswith(("<frozen", os.path.dirname(os.__file__)))
 
 
-def _is_of(frame: FrameType, modules: Iterable[str]) -> bool:
+def _is_in_modules(frame: FrameType, modules: Iterable[str]) -> bool:
     name = f"{frame.f_globals.get('__name__')}."
     return name.startswith(tuple(f"{module}." for module in modules))
 
 
-def check_returned(space: spaces.Space[Any], returned: Any, call: str, whose: str) -> None:
+def check_returned(space: spaces.Space[Any], returned: Any, call: str, subject: str) -> None:
     """Validate the values that ``reset`` or ``step`` returned; raise EnvironmentFault if they violate the interface.
 
     Examples:
@@ -151,29 +153,29 @@ def check_returned(space: spaces.Space[Any], returned: Any, call: str, whose: st
         Traceback (most recent call last):
             ...
         torchrl_lightning.environments.env_errors.EnvironmentFault: environment 3 returned terminated as str 'yes' \
-from step, expected True or False: mend its step.
+from step, expected True or False. Fix its step.
     """
     names = _RETURNS[call][1:-1].split(", ")
-    wrong = None
+    problem = None
     if not isinstance(returned, tuple | list) or len(returned) != len(names):
-        came = f"a tuple of {len(returned)}" if isinstance(returned, tuple | list) else _named(returned)
-        wrong = f"{came} from {call}, expected {_RETURNS[call]}"
+        actual = f"a tuple of {len(returned)}" if isinstance(returned, tuple | list) else _describe(returned)
+        problem = f"{actual} from {call}, expected {_RETURNS[call]}"
     elif not isinstance(returned[-1], Mapping):
-        wrong = f"info as {_named(returned[-1])} from {call}, expected a dict"
+        problem = f"info as {_describe(returned[-1])} from {call}, expected a dict"
     elif call == "step":
         for name, value in zip(names[1:4], returned[1:4], strict=True):
-            shown = np.asarray(value)
-            kind = "array" if shown.ndim else shown.dtype.kind
+            array = np.asarray(value)
+            kind = "array" if array.ndim else array.dtype.kind
             if name == "reward" and kind not in "biuf":
-                wrong = f"reward as {_named(value)} from step, expected a number"
+                problem = f"reward as {_describe(value)} from step, expected a number"
             elif name != "reward" and kind != "b" and not (kind in "iu" and value in (0, 1)):
-                wrong = f"{name} as {_named(value)} from step, expected True or False"
-    if wrong is not None:
-        raise EnvironmentFault(f"{whose} returned {wrong}: mend its {call}.")
-    check_observation(space, returned[0], whose)
+                problem = f"{name} as {_describe(value)} from step, expected True or False"
+    if problem is not None:
+        raise EnvironmentFault(f"{subject} returned {problem}. Fix its {call}.")
+    check_observation(space, returned[0], subject)
 
 
-def _named(value: Any) -> str:
+def _describe(value: Any) -> str:
     if value is None:
         return "None"
     if isinstance(value, np.ndarray) and value.shape:
@@ -181,7 +183,7 @@ def _named(value: Any) -> str:
     return f"{type(value).__name__} {value!r:.40}"
 
 
-def check_observation(space: spaces.Space[Any], observation: Any, whose: str) -> None:
+def check_observation(space: spaces.Space[Any], observation: Any, subject: str) -> None:
     """Validate an observation's shape and dtype against its space.
 
     Floats of another precision and integers of another size are allowed: Gymnasium's vector environments cast them.
@@ -194,35 +196,35 @@ def check_observation(space: spaces.Space[Any], observation: Any, whose: str) ->
         Traceback (most recent call last):
             ...
         torchrl_lightning.environments.env_errors.EnvironmentFault: environment 3 returned observation 'observation' \
-of shape (3,) and dtype float64, expected shape (2,) and dtype float32 as its space says: fix observation_space or the \
+of shape (3,) and dtype float64, expected shape (2,) and dtype float32 as in its space. Fix observation_space or the \
 wrapper that changes the observation.
     """
-    misfit = _misfit(space, observation, "observation")
-    if misfit is not None:
+    mismatch = _mismatch(space, observation, "observation")
+    if mismatch is not None:
         raise EnvironmentFault(
-            f"{whose} returned observation {misfit} as its space says: fix observation_space or the wrapper that "
+            f"{subject} returned observation {mismatch} as in its space. Fix observation_space or the wrapper that "
             "changes the observation."
         )
 
 
-def _misfit(space: spaces.Space[Any], value: Any, name: str) -> str | None:
+def _mismatch(space: spaces.Space[Any], value: Any, name: str) -> str | None:
     if isinstance(space, spaces.Dict):
         if not isinstance(value, Mapping):
             return f"{name!r} as {type(value).__name__}, expected a dict of {sorted(space.spaces)}"
         missing = sorted(set(space.spaces) - set(value))
         if missing:
             return f"{name!r} without {missing}, expected a dict of {sorted(space.spaces)}"
-        return next(filter(None, (_misfit(entry, value[key], key) for key, entry in space.spaces.items())), None)
+        return next(filter(None, (_mismatch(entry, value[key], key) for key, entry in space.spaces.items())), None)
     if value is None:
         return f"{name!r} as None, expected shape {space.shape} and dtype {space.dtype}"
     try:
-        came = np.asarray(value)
+        array = np.asarray(value)
     except ValueError:  # rows of unequal lengths
-        came = np.asarray(value, dtype=object)
-    if came.shape == space.shape and (space.dtype is None or np.can_cast(came.dtype, space.dtype, "same_kind")):
+        array = np.asarray(value, dtype=object)
+    if array.shape == space.shape and (space.dtype is None or np.can_cast(array.dtype, space.dtype, "same_kind")):
         return None
     return (
-        f"{name!r} of shape {came.shape} and dtype {came.dtype}, expected shape {space.shape} and dtype {space.dtype}"
+        f"{name!r} of shape {array.shape} and dtype {array.dtype}, expected shape {space.shape} and dtype {space.dtype}"
     )
 
 

@@ -25,8 +25,8 @@ class EnvIdTracker:
 
     def __init__(self, num_workers: int) -> None:
         self._has_workers = num_workers > 1
-        self._open: dict[int, int] = {}  # unfinished trajectories and their numbers
-        self._free: set[int] = set()  # numbers of ended trajectories
+        self._open_ids: dict[int, int] = {}  # unfinished trajectories and their numbers
+        self._free_ids: set[int] = set()  # numbers of ended trajectories
         self._count = 0
         self._has_warned = False
 
@@ -38,41 +38,39 @@ class EnvIdTracker:
         if trajectories is None:
             if not self._has_warned:
                 logger.warning(
-                    "the collector's workers do not say whose rows they deliver (no %r): returns of training episodes "
-                    "are not reported. Leave track_traj_ids on.",
+                    "returns of training episodes are not logged, because the rollouts have no %r, so the environment "
+                    "of each row is unknown. Set track_traj_ids=True in the collector.",
                     TRAJ_IDS,
                 )
             self._has_warned = True
-            numbers = [-1] * rollout.shape[0]
+            ids = [-1] * rollout.shape[0]
         else:
             ended = rollout["next", "done"].flatten(2).any(-1)
-            numbers = self._numbers(trajectories.reshape(rollout.shape), ended)
+            ids = self._assign_ids(trajectories.reshape(rollout.shape), ended)
         rollout = rollout.copy()  # a collector may have locked its memory
-        rollout[ENV_IDS] = torch.tensor(numbers, device=rollout.device)[:, None].repeat(1, rollout.shape[1])
+        rollout[ENV_IDS] = torch.tensor(ids, device=rollout.device)[:, None].repeat(1, rollout.shape[1])
         return rollout
 
-    def _numbers(self, trajectories: Tensor, ended: Tensor) -> list[int]:
+    def _assign_ids(self, trajectories: Tensor, ended: Tensor) -> list[int]:
         if ((trajectories[:, 1:] != trajectories[:, :-1]) & ~ended[:, :-1]).any():
             raise ValueError(
-                f"{TRAJ_IDS!r} changes within a row where no episode ended: the collector joins the steps of several "
-                'workers in one row. Let it stack them (cat_results="stack").'
+                f"{TRAJ_IDS!r} must not change within a row before the episode ends: the collector concatenates the "
+                'steps of several workers in one row. Set cat_results="stack" in the collector.'
             )
-        known = [self._open.pop(trajectory, None) for trajectory in trajectories[:, 0].tolist()]
-        numbers = [self._new_number(row) if number is None else number for row, number in enumerate(known)]
-        for number, trajectory, is_over in zip(
-            numbers, trajectories[:, -1].tolist(), ended[:, -1].tolist(), strict=True
-        ):
+        open_ids = [self._open_ids.pop(trajectory, None) for trajectory in trajectories[:, 0].tolist()]
+        ids = [self._new_id(row) if env_id is None else env_id for row, env_id in enumerate(open_ids)]
+        for env_id, trajectory, is_over in zip(ids, trajectories[:, -1].tolist(), ended[:, -1].tolist(), strict=True):
             if is_over:
-                self._free.add(number)
+                self._free_ids.add(env_id)
             else:
-                self._open[trajectory] = number
-        return numbers
+                self._open_ids[trajectory] = env_id
+        return ids
 
-    def _new_number(self, row: int) -> int:
-        if self._free:
-            number = row if row in self._free else min(self._free)
-            self._free.remove(number)
-            return number
+    def _new_id(self, row: int) -> int:
+        if self._free_ids:
+            env_id = row if row in self._free_ids else min(self._free_ids)
+            self._free_ids.remove(env_id)
+            return env_id
         self._count += 1
         return self._count - 1
 
@@ -114,34 +112,34 @@ class Trajectories:
         Returns:
             Begin and end of each part, and the environments with a trajectory that is cut before the part.
         """
-        (width, length), stated = rollout.shape, rollout.get(TRAJ_IDS, None)
-        env = list(range(width)) if rings is None else rings.tolist()
+        (width, length), traj_ids = rollout.shape, rollout.get(TRAJ_IDS, None)
+        envs = list(range(width)) if rings is None else rings.tolist()
         changed = torch.zeros(rollout.shape, dtype=torch.bool)
-        if stated is not None:
-            ids = stated.reshape(*rollout.shape, -1)[..., 0].cpu()
-            first = ids[:, 0].tolist()
-            known = torch.tensor([self._last.get(ring, number) for ring, number in zip(env, first, strict=True)])
-            changes = id_changes(rollout, 1, known)
+        if traj_ids is not None:
+            traj_ids = traj_ids.reshape(*rollout.shape, -1)[..., 0].cpu()
+            first = traj_ids[:, 0].tolist()
+            previous = torch.tensor([self._last.get(ring, traj_id) for ring, traj_id in zip(envs, first, strict=True)])
+            changes = id_changes(rollout, 1, previous)
             assert changes is not None
             changed = changes.cpu()
-            self._last.update(zip(env, ids[:, -1].tolist(), strict=True))
+            self._last.update(zip(envs, traj_ids[:, -1].tolist(), strict=True))
         starts = rollout.get(IS_INIT, None)
         if starts is not None:
             changed = changed | starts.reshape(*rollout.shape, -1).bool().any(-1).cpu()
         done = rollout.get(DONE, None)
         if done is not None:
             changed[:, 1:] &= ~done.reshape(*rollout.shape, -1).any(-1)[:, :-1].cpu()
-        begins = sorted({0, *changed.any(0).nonzero().flatten().tolist()})
+        bounds = sorted({0, *changed.any(0).nonzero().flatten().tolist()})
         return [
-            (begin, end, [ring for ring, cut in zip(env, changed[:, begin].tolist(), strict=True) if cut])
-            for begin, end in pairwise([*begins, length])
+            (start, end, [ring for ring, is_cut in zip(envs, changed[:, start].tolist(), strict=True) if is_cut])
+            for start, end in pairwise([*bounds, length])
         ]
 
 
 def env_ids(rollout: TensorDictBase, time_dim: int = 1) -> Tensor | None:
     """Return the environment of each row of a rollout, ``[N]``; None (all in order) without ``env_ids``."""
-    stated: Tensor | None = rollout.get(ENV_IDS, None)
-    return None if stated is None else stated.select(time_dim, 0).cpu()
+    ids: Tensor | None = rollout.get(ENV_IDS, None)
+    return None if ids is None else ids.select(time_dim, 0).cpu()
 
 
 def ring_ids(rollout: TensorDictBase, num_envs: int) -> Tensor | None:
@@ -155,13 +153,13 @@ def ring_ids(rollout: TensorDictBase, num_envs: int) -> Tensor | None:
         return None
     if int(ids.min()) < 0:
         raise ValueError(
-            "the collector's workers do not say whose rows they deliver, so that their steps would be joined to "
-            f"each other's episodes. Let the rollouts have {ENV_IDS!r} or {TRAJ_IDS!r}."
+            f"rollouts of several workers must have the entry {ENV_IDS!r} or {TRAJ_IDS!r}, got neither: steps of "
+            "different environments would be joined in one episode. Set track_traj_ids=True in the collector."
         )
     if int(ids.max()) >= num_envs:
         raise ValueError(
-            f"the collector delivers rows of environment {int(ids.max())}, but num_envs={num_envs}. Give the "
-            "DataModule the number of all environments: those of one worker times the number of workers."
+            f"num_envs must be the number of all environments, got {num_envs}, but the collector returned rows of "
+            f"environment {int(ids.max())}. Multiply the environments of one worker by the number of workers."
         )
     return ids
 

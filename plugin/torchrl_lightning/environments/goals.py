@@ -16,7 +16,7 @@ from torchrl_lightning.environments.workers.threads import close_environment
 
 GoalFunction = Callable[[Any, Any, Any], Any]
 """A function such as ``compute_reward``, with the achieved goals, the desired goals and the step's info."""
-READY = (gym.Env, VectorEnv, EnvBase)
+_ENV_TYPES = (gym.Env, VectorEnv, EnvBase)
 
 
 class EnvironmentGoals:
@@ -36,7 +36,7 @@ class EnvironmentGoals:
     def __init__(self, source: Any, env: gym.Env[Any, Any] | None = None) -> None:
         self._source = source
         self._env: Any = env
-        self._is_own = env is None  # True if the environment is built here
+        self._owns_env = env is None  # True if the environment is built here
 
     @classmethod
     def of(cls, method: GoalFunction) -> Self | None:
@@ -49,21 +49,21 @@ class EnvironmentGoals:
     def find(self, name: str) -> GoalFunction | None:
         """Return the outermost method of this name; None if no wrapper or environment has it."""
         if self._env is None:
-            self._env, self._is_own = _single(self._source), not isinstance(self._source, READY)
-            if self._is_own and isinstance(self._env, gym.Env):
+            self._env, self._owns_env = _single(self._source), not isinstance(self._source, _ENV_TYPES)
+            if self._owns_env and isinstance(self._env, gym.Env):
                 self._env.reset(seed=0)  # some environments have a goal only after a reset
         try:
-            found: GoalFunction = (
+            method: GoalFunction = (
                 self._env.get_wrapper_attr(name) if isinstance(self._env, gym.Env) else getattr(self._env, name)
             )
         except AttributeError:
             return None
-        return found
+        return method
 
     def close(self) -> None:
         """Close the environment that was built here; the next look-up builds another one."""
         env, self._env = self._env, None
-        if env is not None and self._is_own:
+        if env is not None and self._owns_env:
             close_environment(env)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -76,11 +76,11 @@ class EnvironmentGoals:
 def _single(source: Any) -> Any:
     """Return one environment of a source: a Gymnasium one with its wrappers, or the innermost TorchRL one."""
     env = source
-    if not isinstance(source, READY):
+    if not isinstance(source, _ENV_TYPES):
         try:
             return SingleEnv(source, {}, ())()
-        except NoGymnasiumEnvironmentError as found:
-            env = found.env
+        except NoGymnasiumEnvironmentError as error:
+            env = error.env
     if isinstance(env, EnvBase):
         with layers(env) as (base, _):
             return base._env if isinstance(base, GymWrapper) else base

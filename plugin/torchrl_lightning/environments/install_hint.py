@@ -15,7 +15,7 @@ _EXTRAS = {
     "tensorboard": "tensorboard",
 }
 # Prefix of environment names, the module that registers them, and the extra that installs it.
-_REGISTERED = {
+_REGISTERING_MODULES = {
     "ALE/": ("ale_py", "atari"),
     "MiniGrid-": ("minigrid", "minigrid"),
     "BabyAI-": ("minigrid", "minigrid"),
@@ -31,21 +31,21 @@ def install_hint(error: BaseException) -> str:
 
     Examples:
         >>> install_hint(ModuleNotFoundError("No module named 'minigrid'"))
-        " Here the extra 'minigrid' brings it: torchrl-lightning[minigrid]."
+        " Install the extra 'minigrid': pip install 'torchrl-lightning[minigrid]'."
     """
     extra = next((extra for package, extra in _EXTRAS.items() if package in str(error)), None)
-    return "" if extra is None else f" Here the extra {extra!r} brings it: torchrl-lightning[{extra}]."
+    return "" if extra is None else f" Install the extra {extra!r}: pip install 'torchrl-lightning[{extra}]'."
 
 
-def registered_by(name: str) -> str | None:
+def registration_hint(name: str) -> str | None:
     """Return a sentence with the module that registers an environment and its extra; None if the module is unknown.
 
     Examples:
-        >>> registered_by("ALE/Pong-v5")
-        "Name it 'ale_py:ALE/Pong-v5', with the extra 'atari': pip install 'torchrl-lightning[atari]'."
+        >>> registration_hint("ALE/Pong-v5")
+        "Use the id 'ale_py:ALE/Pong-v5', and install the extra 'atari': pip install 'torchrl-lightning[atari]'."
     """
-    found = next((each for begin, each in _REGISTERED.items() if name.startswith(begin)), None)
-    if found is None:
+    entry = next((entry for prefix, entry in _REGISTERING_MODULES.items() if name.startswith(prefix)), None)
+    if entry is None:
         return None
-    module, extra = found
-    return f"Name it '{module}:{name}', with the extra {extra!r}: pip install 'torchrl-lightning[{extra}]'."
+    module, extra = entry
+    return f"Use the id '{module}:{name}', and install the extra {extra!r}: pip install 'torchrl-lightning[{extra}]'."

@@ -38,17 +38,17 @@ class ActionMask:
         self.sizes = _sizes(action)
         if not self.sizes:
             raise ValueError(
-                f"the environment observes {ACTION_MASK!r}, which says which choices are allowed, but its actions are "
-                f"no choices: {action}. {_MEND}"
+                f"the actions of an environment that observes {ACTION_MASK!r} must be discrete choices, got {action}. "
+                f"{_REMEDY}"
             )
         self._first = torch.tensor([0, *accumulate(self.sizes)][:-1])
 
     def draw(self, mask: Tensor) -> Tensor:
         """Draw allowed actions ``[*B, *action]``, each with the same probability."""
-        drawn = torch.stack([draw_choice(part) for part in mask.split(self.sizes, -1)], -1)
+        choices = torch.stack([draw_choice(part) for part in mask.split(self.sizes, -1)], -1)
         if self.one_hot:
-            return F.one_hot(drawn.squeeze(-1), self.sizes[0]).to(self.dtype)
-        return drawn.reshape(*mask.shape[:-1], *self.shape).to(self.dtype)
+            return F.one_hot(choices.squeeze(-1), self.sizes[0]).to(self.dtype)
+        return choices.reshape(*mask.shape[:-1], *self.shape).to(self.dtype)
 
     def usable(self, mask: Tensor) -> Tensor:
         """Return masks ``[*B, A]`` that allow everything in a choice without an allowed action."""
@@ -57,26 +57,26 @@ class ActionMask:
     def check(self, mask: Tensor) -> None:
         """Validate masks ``[N, A]``; raise EnvironmentFault if a choice has no allowed action."""
         for part in mask.split(self.sizes, -1):
-            stuck = ~part.bool().any(-1)
-            if bool(stuck.any()):
-                row = int(stuck.nonzero()[0, 0])
+            blocked = ~part.bool().any(-1)
+            if bool(blocked.any()):
+                row = int(blocked.nonzero()[0, 0])
                 raise EnvironmentFault(
-                    f"environment {row} returned an {ACTION_MASK!r} that leaves no action, expected at least one that "
-                    "is allowed: end the episode there, or allow an action that does nothing."
+                    f"environment {row} returned an {ACTION_MASK!r} without an allowed action, expected at least one. "
+                    "End the episode there, or allow an action that does nothing."
                 )
 
     def check_actions(self, action: Tensor, mask: Tensor, step: int) -> None:
         """Validate actions ``[N, *action]``; raise ValueError if masks ``[N, A]`` forbid one."""
-        chosen = action.reshape(len(mask), -1)
+        choices = action.reshape(len(mask), -1)
         if self.one_hot:
-            chosen = chosen.to(torch.int8).argmax(-1, keepdim=True)
-        allowed = mask.gather(-1, chosen.long() + self._first.to(mask.device)).bool().all(-1)
+            choices = choices.to(torch.int8).argmax(-1, keepdim=True)
+        allowed = mask.gather(-1, choices.long() + self._first.to(mask.device)).bool().all(-1)
         if not bool(allowed.all()):
             row = int((~allowed).nonzero()[0, 0])
             raise ValueError(
-                f"At step {step} of the rollout, action {action[row].tolist()} was chosen in environment {row}, which "
-                f"its {ACTION_MASK!r} forbids: the policy or the demonstration does not look at it. PPO, A2C, V-trace, "
-                "REINFORCE and DQN do; for others leave it out by drop=[action_mask] of an EnvironmentRecipe."
+                f"At step {step} of the rollout, the {ACTION_MASK!r} of environment {row} forbids the action "
+                f"{action[row].tolist()}: the policy or the demonstration ignores the mask. PPO, A2C, V-trace, "
+                "REINFORCE and DQN use it; for other agents remove it by drop=[action_mask] of an EnvironmentRecipe."
             )
 
 
@@ -116,9 +116,8 @@ def action_mask(observation: Mapping[Any, Any], action: TensorSpec) -> ActionMas
     shape = (sum(mask.sizes),)
     if not is_mask(spec, action):
         raise ValueError(
-            f"the environment observes an {ACTION_MASK!r} of shape {list(spec.shape)} and dtype {spec.dtype}, but one "
-            f"of shape {list(shape)} and whole numbers says which of its actions are allowed: MultiBinary({shape[0]}). "
-            f"{_MEND}"
+            f"the observation {ACTION_MASK!r} must have shape {list(shape)} and integers or booleans, as in "
+            f"MultiBinary({shape[0]}), got shape {list(spec.shape)} and dtype {spec.dtype}. {_REMEDY}"
         )
     return mask
 
@@ -139,9 +138,9 @@ def _sizes(action: TensorSpec) -> list[int]:
     return [int(action.space.n)] * action.shape.numel() if isinstance(action, Categorical) else []
 
 
-_MEND = (
-    "Mend it, or give the entry another name by rename={action_mask: mask_of_another_kind} of an EnvironmentRecipe, or "
-    "leave it out by its drop=."
+_REMEDY = (
+    "Correct it, or rename the entry by rename={action_mask: another_name} of an EnvironmentRecipe, or remove it by "
+    "drop=[action_mask]."
 )
 
 
@@ -166,10 +165,10 @@ class ActionMaskFromInfo(gym.Wrapper[Any, Any, Any, Any]):
     def __init__(self, env: gym.Env[Any, Any]) -> None:
         super().__init__(env)
         if not isinstance(env.action_space, spaces.Discrete):
-            raise ValueError(f"{ACTION_MASK!r} in info is of one choice, but this env has {env.action_space}.")
-        seen = env.observation_space
-        entries = dict(seen.spaces) if isinstance(seen, spaces.Dict) else {OBSERVATION: seen}
-        self._is_dict = isinstance(seen, spaces.Dict)
+            raise ValueError(f"ActionMaskFromInfo needs a Discrete action space, got {env.action_space}.")
+        space = env.observation_space
+        entries = dict(space.spaces) if isinstance(space, spaces.Dict) else {OBSERVATION: space}
+        self._is_dict = isinstance(space, spaces.Dict)
         mask = spaces.MultiBinary(int(env.action_space.n))
         self.observation_space = spaces.Dict({**entries, ACTION_MASK: mask})
 
@@ -187,7 +186,7 @@ class ActionMaskFromInfo(gym.Wrapper[Any, Any, Any, Any]):
         mask = info.get(ACTION_MASK)
         if mask is None:
             raise EnvironmentFault(
-                f"ActionMaskFromInfo found no {ACTION_MASK!r} in info, which has {sorted(info)}; leave it out."
+                f"ActionMaskFromInfo needs {ACTION_MASK!r} in info, got {sorted(info)}. Remove the wrapper."
             )
-        seen = observation if self._is_dict else {OBSERVATION: observation}
-        return {**seen, ACTION_MASK: np.asarray(mask, np.int8)}
+        entries = observation if self._is_dict else {OBSERVATION: observation}
+        return {**entries, ACTION_MASK: np.asarray(mask, np.int8)}

@@ -62,19 +62,19 @@ class ObservationNormalizer(nn.Module):
     ) -> None:
         super().__init__()
         self.clip, self.epsilon = clip, epsilon
-        given = [key for key in specs.keys if key != ACTION_MASK] if keys is True else keys or ()
-        self.keys: list[NestedKey] = [nested_key(key) for key in given]
+        selected = [key for key in specs.keys if key != ACTION_MASK] if keys is True else keys or ()
+        self.keys: list[NestedKey] = [nested_key(key) for key in selected]
         observation = specs.observation.clone()
         self._moments: dict[NestedKey, Moments] = {}
-        for place, key in enumerate(self.keys):
-            spec = _normalisable(observation, key, keys is True)
+        for index, key in enumerate(self.keys):
+            spec = _normalizable_spec(observation, key, keys is True)
             # Buffers, because they are sent to policies in other processes.
-            self.register_buffer(f"mean_{place}", torch.zeros(spec.shape, dtype=torch.float64))
-            self.register_buffer(f"factor_{place}", torch.ones(spec.shape, dtype=torch.float64))
+            self.register_buffer(f"mean_{index}", torch.zeros(spec.shape, dtype=torch.float64))
+            self.register_buffer(f"factor_{index}", torch.ones(spec.shape, dtype=torch.float64))
             self._moments[key] = Moments.none(*spec.shape)
             observation[key] = Bounded(-clip, clip, spec.shape, dtype=torch.float32)
         self.specs = replace(specs, observation=observation)
-        self._place = {key: place for place, key in enumerate(self.keys)}
+        self._indices = {key: index for index, key in enumerate(self.keys)}
         self.is_flat = all(isinstance(key, str) for key in self.keys)
 
     @property
@@ -87,21 +87,21 @@ class ObservationNormalizer(nn.Module):
         self._set({key: self._moments[key].merged(more) for key, more in moments.items()})
 
     def _set(self, moments: Mapping[NestedKey, Moments]) -> None:
-        for key, each in moments.items():
-            self._moments[key] = each
-            if each.count:
+        for key, entry_moments in moments.items():
+            self._moments[key] = entry_moments
+            if entry_moments.count:
                 mean, factor = self._constants(key)
-                mean.copy_(each.mean)
-                factor.copy_((each.variance + self.epsilon).rsqrt())
+                mean.copy_(entry_moments.mean)
+                factor.copy_((entry_moments.variance + self.epsilon).rsqrt())
 
     def constants(self, key: NestedKey) -> tuple[Tensor, Tensor] | None:
         """Return the mean and the inverse deviation of an entry, float64 ``[*F]``; None if it is not normalised."""
-        return self._constants(key) if key in self._place else None
+        return self._constants(key) if key in self._indices else None
 
     def _constants(self, key: NestedKey) -> tuple[Tensor, Tensor]:
-        place = self._place[key]
+        index = self._indices[key]
         buffers = buffers_of(self)
-        return buffers[f"mean_{place}"], buffers[f"factor_{place}"]
+        return buffers[f"mean_{index}"], buffers[f"factor_{index}"]
 
     def _constants_on(self, device: torch.device, key: NestedKey) -> tuple[Tensor, Tensor]:
         if self._constants(key)[0].device != device:
@@ -112,7 +112,7 @@ class ObservationNormalizer(nn.Module):
         """Return an entry ``[*B, *F]`` normalised, float32."""
         return scaled(value, *self._constants_on(value.device, key), self.clip)
 
-    def standing(self, key: NestedKey, value: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    def bind_value(self, key: NestedKey, value: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """Return an output tensor for a CPU value, and a function that writes the normalised value into it.
 
         For a few rows the function takes half the time of :meth:`normalized`; the results are bit-equal.
@@ -158,10 +158,15 @@ class ObservationNormalizer(nn.Module):
         stored = {nested_key(entry["key"]): entry["moments"] for entry in state["entries"]}
         if set(stored) != set(self.keys):
             raise ValueError(
-                f"the state normalises the observations {sorted(map(str, stored))}, here are "
-                f"{sorted(map(str, self.keys))}; take the normalize_observation that it was written with."
+                f"normalize_observation must be {sorted(map(str, stored))}, as when the state was saved, got "
+                f"{sorted(map(str, self.keys))}."
             )
-        self._set({key: self._moments[key].restored(each, f"moments of {key!r}") for key, each in stored.items()})
+        self._set(
+            {
+                key: self._moments[key].restored(entry_state, f"moments of {key!r}")
+                for key, entry_state in stored.items()
+            }
+        )
 
     @classmethod
     def from_state(cls, specs: EnvironmentSpecs, state: Mapping[str, Any]) -> ObservationNormalizer:
@@ -214,35 +219,33 @@ def _scale_rows(
     factor: int,
     rows: int,
     width: int,
-    given: Any,
-    narrow: Any,
-    wide: Any,
+    input_like: Any,
+    output_like: Any,
+    constant_like: Any,
     clip: float,
 ) -> None:
-    cast = given.dtype.type
-    most = cast(clip)
-    m, f = floats_at(mean, 0, width, wide), floats_at(factor, 0, width, wide)
+    cast = input_like.dtype.type
+    limit = cast(clip)
+    m, f = floats_at(mean, 0, width, constant_like), floats_at(factor, 0, width, constant_like)
     for row in range(rows):
-        x = floats_at(source, row * width, (row + 1) * width, given)
-        y = floats_at(target, row * width, (row + 1) * width, narrow)
+        x = floats_at(source, row * width, (row + 1) * width, input_like)
+        y = floats_at(target, row * width, (row + 1) * width, output_like)
         for i in range(width):
-            y[i] = min(max((x[i] - cast(m[i])) * cast(f[i]), -most), most)
+            y[i] = min(max((x[i] - cast(m[i])) * cast(f[i]), -limit), limit)
 
 
-def _normalisable(observation: Composite, key: NestedKey, all_keys: bool) -> TensorSpec:
+def _normalizable_spec(observation: Composite, key: NestedKey, all_keys: bool) -> TensorSpec:
     leaves = dict(observation.items(True, True))
     spec = leaves.get(key)
     if spec is None:
-        raise ValueError(
-            f"normalize_observation names {key!r}, but the environment observes {sorted(map(str, leaves))}."
-        )
+        raise ValueError(f"normalize_observation must name observations, {sorted(map(str, leaves))}, got {key!r}.")
     if not isinstance(spec, Bounded | Unbounded) or spec.dtype is torch.bool:
-        others = [k for k, s in leaves.items() if isinstance(s, Bounded | Unbounded) and s.dtype is not torch.bool]
-        mend = f"Name those that can be: normalize_observation={others}." if others else "Leave it out."
-        asked = "True" if all_keys else f"[{key!r}]"
+        numeric = [k for k, s in leaves.items() if isinstance(s, Bounded | Unbounded) and s.dtype is not torch.bool]
+        remedy = f"Set normalize_observation={numeric}." if numeric else "Remove it."
+        setting = "True" if all_keys else f"[{key!r}]"
         raise ValueError(
-            f"normalize_observation={asked} cannot normalise {key!r}, whose values are choices and no magnitudes "
-            f"({type(spec).__name__}, {spec.dtype}). {mend}"
+            f"normalize_observation={setting} cannot normalise {key!r}, because its values are categorical or boolean "
+            f"({type(spec).__name__}, {spec.dtype}). {remedy}"
         )
     return spec
 
@@ -258,15 +261,15 @@ class NormalizedPolicy(TensorDictModuleBase):
     def __init__(self, policy: Policy, normalizer: ObservationNormalizer) -> None:
         super().__init__()
         self.policy, self.normalizer = policy, normalizer
-        abilities = PolicyApi.of(policy)
-        self.in_keys, self.out_keys = list(abilities.in_keys), list(abilities.out_keys or ())
+        api = PolicyApi.of(policy)
+        self.in_keys, self.out_keys = list(api.in_keys), list(api.out_keys or ())
 
     def compute_step(self, step: TensorDictBase) -> Outputs:
         """Return the policy's outputs for a step ``[N]``, and write nothing."""
         # Read from _modules, because nn.Module's attribute access takes a microsecond.
-        policy, given = self._modules.get("policy") or self.policy, self._normalized(step)
-        bare = fast_call(policy)
-        return policy_outputs(policy, given) if bare is None else bare(given)
+        policy, normalized = self._modules.get("policy") or self.policy, self._normalized(step)
+        call = fast_call(policy)
+        return policy_outputs(policy, normalized) if call is None else call(normalized)
 
     def standing(self, step: TensorDictBase) -> Callable[[], Outputs]:
         """Return a call of :meth:`compute_step` bound to one CPU step ``[N]``; the caller overwrites its tensors."""
@@ -277,16 +280,16 @@ class NormalizedPolicy(TensorDictModuleBase):
         hooks = forward_hooks(policy) if isinstance(policy, nn.Module) else ()
         refreshers = []
         for key in normalizer.keys:
-            entries[key], refresh = normalizer.standing(key, entries[key])
+            entries[key], refresh = normalizer.bind_value(key, entries[key])
             refreshers.append(refresh)
-        given = new_tensordict(entries, step.batch_size)
-        call = bound_call(policy, given)
+        normalized = new_tensordict(entries, step.batch_size)
+        call = bound_call(policy, normalized)
 
         def act() -> Outputs:
             for refresh in refreshers:
                 refresh()
             if call is None or any(hooks):
-                return policy_outputs(policy, given.copy())
+                return policy_outputs(policy, normalized.copy())
             return call()
 
         return act
@@ -299,9 +302,9 @@ class NormalizedPolicy(TensorDictModuleBase):
     def _normalized(self, step: TensorDictBase) -> TensorDictBase:
         normalizer: Any = self._modules["normalizer"]
         if not normalizer.is_flat:
-            given = step.copy()
-            normalizer.normalize_(given)
-            return given
+            normalized = step.copy()
+            normalizer.normalize_(normalized)
+            return normalized
         entries = dict(raw_items(step))
         for key in normalizer.keys:
             entries[key] = normalizer.normalized(key, entries[key])

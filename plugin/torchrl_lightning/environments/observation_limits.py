@@ -11,7 +11,7 @@ from torchrl.data import Composite
 
 from torchrl_lightning.environments.env_errors import EnvironmentFault
 from torchrl_lightning.environments.normalization import NormalizedPolicy
-from torchrl_lightning.environments.policy_calls import is_double
+from torchrl_lightning.environments.policy_calls import is_float64
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 NORMALIZED_MAX = 1e150
@@ -28,7 +28,7 @@ def magnitude_limits(policy: object, observation: Composite) -> dict[NestedKey, 
         policy: The policy.
         observation: Specs of the observation.
     """
-    if not isinstance(policy, nn.Module) or is_double(policy) or not any(True for _ in policy.parameters()):
+    if not isinstance(policy, nn.Module) or is_float64(policy) or not any(True for _ in policy.parameters()):
         return {}
     normalized = {
         key for part in policy.modules() if isinstance(part, NormalizedPolicy) for key in part.normalizer.keys
@@ -45,10 +45,10 @@ def expected_magnitude(limit: float) -> str:
     Args:
         limit: The largest magnitude.
     """
-    what = "the networks compute in float32" if limit == FLOAT32_MAX else "their squares must fit float64"
+    reason = "the networks compute in float32" if limit == FLOAT32_MAX else "their squares must fit float64"
     return (
-        f"magnitudes of at most {limit:.3g}, because {what}. Rescale it by gymnasium.wrappers.TransformObservation"
-        + (", or give normalize_observation=True." if limit == FLOAT32_MAX else ".")
+        f"magnitudes of at most {limit:.3g}, because {reason}. Rescale it by gymnasium.wrappers.TransformObservation"
+        + (", or set normalize_observation=True." if limit == FLOAT32_MAX else ".")
     )
 
 

@@ -40,11 +40,11 @@ def fast_call(policy: object) -> Callable[[TensorDictBase], Outputs] | None:
         return None
     if "forward" in getattr(policy, "__dict__", ()):
         return None
-    for kind in type(policy).__mro__:
-        if "compute_step" in kind.__dict__:
+    for cls in type(policy).__mro__:
+        if "compute_step" in cls.__dict__:
             compute_step: Callable[[TensorDictBase], Outputs] = policy.compute_step  # type: ignore[attr-defined]
             return compute_step
-        if "forward" in kind.__dict__ or "__call__" in kind.__dict__:
+        if "forward" in cls.__dict__ or "__call__" in cls.__dict__:
             return None
     return None
 
@@ -56,16 +56,16 @@ def bound_call(policy: object, step: TensorDictBase) -> Callable[[], Outputs] | 
     Without this method the call is ``compute_step(step)``; without ``compute_step`` the result is None. Check with
     :func:`fast_call` before each call that ``compute_step`` still applies.
     """
-    bare = fast_call(policy)
-    if bare is None:
+    call = fast_call(policy)
+    if call is None:
         return None
-    for kind in type(policy).__mro__:
-        if "standing" in kind.__dict__ and "standing" not in getattr(policy, "__dict__", ()):
-            prepared: Callable[[], Outputs] = policy.standing(step)  # type: ignore[attr-defined]
-            return prepared
-        if "compute_step" in kind.__dict__:
+    for cls in type(policy).__mro__:
+        if "standing" in cls.__dict__ and "standing" not in getattr(policy, "__dict__", ()):
+            bound: Callable[[], Outputs] = policy.standing(step)  # type: ignore[attr-defined]
+            return bound
+        if "compute_step" in cls.__dict__:
             break
-    return lambda: bare(step)
+    return lambda: call(step)
 
 
 def policy_device(policy: object) -> torch.device:
@@ -85,8 +85,8 @@ def recurrent_states(policy: object, num_envs: int) -> dict[NestedKey, Tensor]:
             value = default.get(key, 0.0) if isinstance(default, Mapping) else default
             if primer.random or callable(value):
                 raise ValueError(
-                    f"The recurrent state {key!r} starts from drawn or computed values; "
-                    "only constant initial states are supported. Set default_value of its primer to a number."
+                    f"The initial recurrent state {key!r} must be constant, got a random or computed value. "
+                    "Set default_value of its primer to a number."
                 )
             # A primer may already have batch dimensions; the trailing dimensions are the state of one environment.
             shape = spec.shape[len(primer.primers.shape) :]
@@ -94,12 +94,12 @@ def recurrent_states(policy: object, num_envs: int) -> dict[NestedKey, Tensor]:
     return states
 
 
-def dotted(key: NestedKey) -> str:
+def dotted_name(key: NestedKey) -> str:
     """Return a key as one name with dots, for a state dict."""
     return ".".join(path_of(key))
 
 
-def rows_as(rows: Tensor, value: Tensor) -> Tensor:
+def expand_mask(rows: Tensor, value: Tensor) -> Tensor:
     """Return flags ``[N]`` with the number of dimensions of values ``[N, *F]``."""
     return rows.view(-1, *[1] * (value.ndim - 1))
 
@@ -109,16 +109,16 @@ def recurrent_primers(policy: object) -> list[TensorDictPrimer]:
     if not isinstance(policy, nn.Module):
         return []
     primers = get_primers_from_module(policy, warn=False)
-    made: list[TensorDictPrimer] = [] if primers is None else list(getattr(primers, "transforms", [primers]))
-    if made and is_double(policy):
-        for primer in made:  # TorchRL makes float32 primers, whatever the module's dtype
+    transforms: list[TensorDictPrimer] = [] if primers is None else list(getattr(primers, "transforms", [primers]))
+    if transforms and is_float64(policy):
+        for primer in transforms:  # TorchRL makes float32 primers, whatever the module's dtype
             specs = primer.primers = primer.primers.clone()
             for key, spec in list(specs.items(include_nested=True, leaves_only=True)):
                 specs[key] = spec.to(torch.float64) if spec.dtype.is_floating_point else spec
-    return made
+    return transforms
 
 
-def is_double(policy: object) -> bool:
+def is_float64(policy: object) -> bool:
     """Return whether a policy has float64 parameters, so that it writes float64 actions."""
     return isinstance(policy, nn.Module) and any(value.dtype is torch.float64 for value in policy.parameters())
 
@@ -133,23 +133,24 @@ def apply_policy(policy: Policy, step: TensorDictBase, device: torch.device, for
         EnvironmentFault: An observation that the policy reads is not finite.
         ValueError: The actions are NaN.
     """
-    here = step.device or torch.device("cpu")
-    written = policy(step if here == device else step.to(device))
-    action = written.get("action", None)
+    env_device = step.device or torch.device("cpu")
+    outputs = policy(step if env_device == device else step.to(device))
+    action = outputs.get("action", None)
     if action is None:
-        raise KeyError("The policy does not write 'action'. Name it in the policy's out_keys.")
+        raise KeyError("The policy does not write 'action'. Add it to the policy's out_keys.")
     if action.is_floating_point() and bool(action.isnan().any()):
-        read = {key: step.get(key) for key in PolicyApi.of(policy).in_keys}
-        check_finite({f"observation {key!r}": value for key, value in read.items() if value is not None})
+        inputs = {key: step.get(key) for key in PolicyApi.of(policy).in_keys}
+        check_finite({f"observation {key!r}": value for key, value in inputs.items() if value is not None})
         raise ValueError(
-            "The policy chose NaN actions: its weights are not finite. Look at the learning rate and the gradient norm."
+            "The policy returned NaN actions: its weights are not finite. Check the learning rate and the gradient "
+            "norm."
         )
-    if form.is_box and form.is_natural and action.dtype is torch.float32:
+    if form.is_box and form.is_network_format and action.dtype is torch.float32:
         bounded = form.to_environment(action)
         if not torch.equal(bounded, action):
-            written.set("action", bounded)
-    if written is not step:
-        step.update(written if here == device else written.to(here))
+            outputs.set("action", bounded)
+    if outputs is not step:
+        step.update(outputs if env_device == device else outputs.to(env_device))
     return step
 
 
@@ -160,10 +161,10 @@ def check_finite(values: Mapping[str, Tensor], rollout: bool = False) -> None:
     """
     for name, value in values.items():
         if value.is_floating_point() and not bool(value.isfinite().all()):
-            place = (~value.isfinite()).nonzero()[0].tolist()
-            where = f"At step {place[1]} of the rollout, environment {place[0]}" if rollout else "the environment"
+            index = (~value.isfinite()).nonzero()[0].tolist()
+            subject = f"At step {index[1]} of the rollout, environment {index[0]}" if rollout else "the environment"
             raise EnvironmentFault(
-                f"{where} returned {name} with {value[tuple(place)].item()}, expected finite numbers. Mend the "
+                f"{subject} returned {name} with {value[tuple(index)].item()}, expected finite numbers. Fix the "
                 "environment or the transform that computes it."
             )
 
@@ -176,7 +177,7 @@ def load_weights(policy: object, weights: object) -> None:
     if weights is None or weights is policy:
         return
     if not isinstance(policy, nn.Module):
-        raise TypeError(f"The policy ({type(policy).__name__}) is no nn.Module, so it has no weights to update.")
+        raise TypeError(f"The policy must be an nn.Module to update its weights, got {type(policy).__name__}.")
     state: Mapping[str, Any]
     if isinstance(weights, nn.Module):
         state = weights.state_dict()
@@ -185,7 +186,7 @@ def load_weights(policy: object, weights: object) -> None:
     elif isinstance(weights, Mapping):
         state = weights
     else:
-        raise TypeError(f"Expected a module, a state dict or a TensorDict of parameters, got {type(weights).__name__}.")
+        raise TypeError(f"weights must be a module, a state dict or a TensorDict, got {type(weights).__name__}.")
     policy.load_state_dict(dict(state))
 
 
@@ -194,30 +195,30 @@ def check_policy(policy: object) -> None:
     if policy is not None and not callable(policy):
         raise TypeError(f"policy must map a TensorDict to a TensorDict, got {type(policy).__name__}.")
     # A policy may lack in_keys, but plain torch layers without a submodule that has them cannot read a TensorDict.
-    bare = isinstance(policy, nn.Linear | nn.Sequential)
-    if isinstance(policy, nn.Module) and bare and not any(hasattr(part, "in_keys") for part in policy.modules()):
+    is_plain = isinstance(policy, nn.Linear | nn.Sequential)
+    if isinstance(policy, nn.Module) and is_plain and not any(hasattr(part, "in_keys") for part in policy.modules()):
         raise TypeError(
-            f"policy is a bare {type(policy).__name__}, which knows no TensorDict; wrap it in "
+            f"policy must read a TensorDict, got {type(policy).__name__}, which reads tensors. Wrap it in "
             "tensordict.nn.TensorDictModule(policy, in_keys=['observation'], out_keys=['action'])."
         )
 
 
-def policy_outputs(policy: Policy, given: TensorDictBase) -> dict[NestedKey, Tensor]:
+def policy_outputs(policy: Policy, step: TensorDictBase) -> dict[NestedKey, Tensor]:
     """Call a policy and return the entries that it wrote, except keys with a leading underscore."""
-    before = dict(_leaves(given))
-    written: object = policy(given)
-    if not isinstance(written, TensorDictBase):
+    before = dict(_leaves(step))
+    result: object = policy(step)
+    if not isinstance(result, TensorDictBase):
         raise TypeError(
-            f"The policy must return a TensorDict, got {type(written).__name__}; wrap it in "
+            f"The policy must return a TensorDict, got {type(result).__name__}. Wrap it in "
             "tensordict.nn.TensorDictModule(policy, in_keys=['observation'], out_keys=['action'])."
         )
     outputs: dict[NestedKey, Tensor] = {}
-    for path, value in _leaves(written):
+    for path, value in _leaves(result):
         if before.get(path) is value or any(name.startswith("_") for name in path):
             continue
         key = join((), path)
         if not isinstance(value, Tensor):
-            raise TypeError(f"The policy wrote {key!r} as {type(value).__name__}; only tensors can be stored.")
+            raise TypeError(f"The policy must write {key!r} as a tensor, got {type(value).__name__}.")
         outputs[key] = value
     return outputs
 
@@ -229,17 +230,17 @@ def default_outputs(
 
     Stored steps then have the same entries as when the policy acts, as with TorchRL's collectors.
     """
-    named = PolicyApi.of(policy).out_keys
-    apart = {"action", *states}
-    if named is not None and {unravel_key(key) for key in named} <= apart:
+    out_keys = PolicyApi.of(policy).out_keys
+    excluded = {"action", *states}
+    if out_keys is not None and {unravel_key(key) for key in out_keys} <= excluded:
         return {}
-    said = policy_outputs(policy, step.to(device) if step.device != device else step.copy())
-    return {key: torch.zeros_like(value, device="cpu") for key, value in said.items() if key not in apart}
+    outputs = policy_outputs(policy, step.to(device) if step.device != device else step.copy())
+    return {key: torch.zeros_like(value, device="cpu") for key, value in outputs.items() if key not in excluded}
 
 
-def _leaves(data: TensorDictBase, above: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _leaves(data: TensorDictBase, prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
     for name, value in raw_items(data).items():
         if isinstance(value, TensorDictBase):
-            yield from _leaves(value, (*above, name))
+            yield from _leaves(value, (*prefix, name))
         else:
-            yield (*above, name), value
+            yield (*prefix, name), value

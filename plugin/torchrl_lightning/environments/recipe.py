@@ -28,69 +28,70 @@ Environment = gym.Env[Any, Any]
 Wrapper = Callable[[Environment], Environment]
 
 
-def _named(part: Any, argument: str) -> Any:
+def _check_target(part: Any, argument: str) -> Any:
     """Return a callable, or the mapping that names one; raise ValueError if Hydra refuses to call it."""
     if callable(part):
         return part
     if not isinstance(part, Mapping) or not isinstance(part.get("_target_"), str):
-        raise TypeError(f"{argument} is {part!r}; expected a callable, or a mapping with its name as _target_.")
+        raise TypeError(f"{argument} must be a callable, or a mapping with its name as _target_, got {part!r}.")
     # Imported here: processes that step environments receive a finished recipe and do not need Hydra.
     from hydra.errors import InstantiationException
 
     try:
         instantiate({"_target_": part["_target_"], "_partial_": True})
     except InstantiationException as error:
-        loading = error.__cause__  # wraps the exception of the import
-        raise _unknown(argument, part["_target_"], (loading and loading.__cause__) or error) from error
-    _resolved(part, argument)
+        wrapper = error.__cause__  # wraps the exception of the import
+        import_error = (wrapper and wrapper.__cause__) or error
+        raise _unknown_target_error(argument, part["_target_"], import_error) from error
+    _resolve(part, argument)
     return dict(part)
 
 
-def _name_or_named(value: Any, name: str) -> Any:
-    return value if isinstance(value, str) else _named(value, name)
+def _check_id(value: Any, name: str) -> Any:
+    return value if isinstance(value, str) else _check_target(value, name)
 
 
-def _list(value: Any, name: str, wanted: str) -> list[Any]:
+def _to_list(value: Any, name: str, items: str) -> list[Any]:
     # list() would split a string into letters and reduce a mapping to its keys.
     if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be a list of {wanted}, got {value!r}. Write [...] around it.")
+        raise TypeError(f"{name} must be a list of {items}, got {value!r}. Write [...] around it.")
     return list(value)
 
 
-def _all_named(value: Any, name: str) -> list[Any]:
-    parts = enumerate(_list(value, name, "callables or mappings"))
-    return [_named(part, f"{name}[{number}]") for number, part in parts]
+def _check_targets(value: Any, name: str) -> list[Any]:
+    parts = enumerate(_to_list(value, name, "callables or mappings"))
+    return [_check_target(part, f"{name}[{index}]") for index, part in parts]
 
 
-def _names(value: Any, name: str) -> list[str]:
-    return _list(value, name, "names")
+def _to_names(value: Any, name: str) -> list[str]:
+    return _to_list(value, name, "names")
 
 
-def _kept(value: Any, name: str) -> list[str]:
-    if names := _names(value, name):
+def _to_kept_names(value: Any, name: str) -> list[str]:
+    if names := _to_names(value, name):
         return names
-    raise ValueError(f"{name} must name at least one entry, got []. Leave it out to show all.")
+    raise ValueError(f"{name} must name at least one entry, got []. Remove it to keep all.")
 
 
-def _observed(value: Any, name: str) -> list[int]:
-    numbers = _list(value, name, "at least one number")
-    if not numbers:
-        raise ValueError(f"{name} must be a list of at least one number, got []. Leave it out to show all.")
-    return [integer(each, f"{name}[{number}]", 0) for number, each in enumerate(numbers)]
+def _to_indices(value: Any, name: str) -> list[int]:
+    indices = _to_list(value, name, "at least one number")
+    if not indices:
+        raise ValueError(f"{name} must be a list of at least one number, got []. Remove it to keep all.")
+    return [integer(index, f"{name}[{position}]", 0) for position, index in enumerate(indices)]
 
 
-def _dict(value: Any, name: str) -> dict[str, Any]:
+def _to_dict(value: Any, name: str) -> dict[str, Any]:
     if value is not None and not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a mapping of names and values, got {value!r}.")
     return dict(value or {})
 
 
-def _renamed(value: Any, name: str) -> dict[str, str]:
+def _to_renames(value: Any, name: str) -> dict[str, str]:
     return check_rename({} if value is None else value)
 
 
 Factory = str | Callable[..., Environment] | Mapping[str, Any]
-Names = Annotated[Sequence[str], _names]
+Names = Annotated[Sequence[str], _to_names]
 
 
 class EnvironmentRecipe(Settings, ConfigSafe):
@@ -150,16 +151,16 @@ class EnvironmentRecipe(Settings, ConfigSafe):
 
     CONFIG_NAME: ClassVar[str | None] = "recipe"
 
-    id: Annotated[Factory, _name_or_named] = setting(kw_only=False)
-    env_kwargs: Annotated[Mapping[str, Any], _dict] = setting(default=None, kw_only=False)
+    id: Annotated[Factory, _check_id] = setting(kw_only=False)
+    env_kwargs: Annotated[Mapping[str, Any], _to_dict] = setting(default=None, kw_only=False)
     module: str | None = None
     time_limit: Count | None = None
     action_repeat: Count = 1
-    wrappers: Annotated[Sequence[Wrapper | Mapping[str, Any]], _all_named] = ()
-    keep: Annotated[Sequence[str], _kept] | None = None
+    wrappers: Annotated[Sequence[Wrapper | Mapping[str, Any]], _check_targets] = ()
+    keep: Annotated[Sequence[str], _to_kept_names] | None = None
     drop: Names = ()
-    rename: Annotated[Mapping[str, str], _renamed] = setting(default=None)
-    observe: Annotated[Sequence[int], _observed] | None = None
+    rename: Annotated[Mapping[str, str], _to_renames] = setting(default=None)
+    observe: Annotated[Sequence[int], _to_indices] | None = None
     flatten: Switch = False
     frame_stack: Count = 1
     clip_reward: FinitePositive | None = None
@@ -170,11 +171,13 @@ class EnvironmentRecipe(Settings, ConfigSafe):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.keep is not None and self.drop:
-            raise ValueError(f"keep={self.keep} and drop={self.drop} say the same in two ways; give one of them.")
+            raise ValueError(
+                f"keep and drop must not both be set, got keep={self.keep} and drop={self.drop}. Remove one."
+            )
         if self.time_limit is not None and isinstance(self.id, str) and "max_episode_steps" in self.env_kwargs:
             raise ValueError(
-                f"time_limit must be left out beside env_kwargs={dict(self.env_kwargs)}, whose max_episode_steps is "
-                f"the same limit, got {self.time_limit}. Give one of them."
+                f"time_limit must be None if env_kwargs has max_episode_steps, got {self.time_limit} and "
+                f"env_kwargs={dict(self.env_kwargs)}. Remove one of them."
             )
         # One form, which also makes Gymnasium import the module in worker processes.
         if self.module and isinstance(self.id, str) and ":" not in self.id:
@@ -184,36 +187,36 @@ class EnvironmentRecipe(Settings, ConfigSafe):
         """Make the environment; ``kwargs``, e.g. ``render_mode``, override the recipe's ``env_kwargs``."""
         kwargs = {**self.env_kwargs, **kwargs}
         if self.step_timeout is None:
-            return self._made(kwargs, None)
+            return self._build(kwargs, None)
         calls = TimedCalls(self.step_timeout)
         with calls.running():
-            env = self._made(kwargs, calls)
+            env = self._build(kwargs, calls)
         return TimedEnv(env, calls) if isinstance(env, gym.Env) else env
 
-    def _made(self, kwargs: dict[str, Any], calls: TimedCalls | None) -> Any:
+    def _build(self, kwargs: dict[str, Any], calls: TimedCalls | None) -> Any:
         env: Environment
         if isinstance(self.id, str):
             limit = {} if self.time_limit is None else {"max_episode_steps": self.time_limit}
             env = gym.make(self.id, **{**limit, **kwargs})
         else:
-            env = _resolved(self.id, "id")(**kwargs)
+            env = _resolve(self.id, "id")(**kwargs)
             if not isinstance(env, gym.Env):
-                return self._around_torchrl(env, calls)
+                return self._wrap_torchrl(env, calls)
             if self.time_limit is not None:
                 _check_limit(env, self.time_limit)
                 env = TimeLimit(env, self.time_limit)
         if self.action_repeat > 1:
             env = RepeatAction(env, self.action_repeat)
-        for number, wrapper in enumerate(self.wrappers):
-            env = _wrapped(env, _resolved(wrapper, f"wrappers[{number}]"), f"wrappers[{number}]={plain(wrapper)}")
+        for position, wrapper in enumerate(self.wrappers):
+            env = _wrap(env, _resolve(wrapper, f"wrappers[{position}]"), f"wrappers[{position}]={plain(wrapper)}")
         if self.keep is not None or self.drop:
-            env = FilterObservation(env, _shown(env.observation_space, self.keep, self.drop))
+            env = FilterObservation(env, _select_entries(env.observation_space, self.keep, self.drop))
         if self.rename:
             env = RenameObservation(env, self.rename)
         if self.observe is not None:
             env = SelectObservation(env, self.observe)
         if self.flatten:
-            env = _wrapped(env, FlattenObservation, "flatten=True")
+            env = _wrap(env, FlattenObservation, "flatten=True")
         if self.frame_stack > 1:
             env = FrameStack(env, self.frame_stack)
         if self.clip_reward is not None:
@@ -221,17 +224,17 @@ class EnvironmentRecipe(Settings, ConfigSafe):
         copy_beneath_wrappers(env)
         return env
 
-    def _around_torchrl(self, env: Any, calls: TimedCalls | None) -> Any:
+    def _wrap_torchrl(self, env: Any, calls: TimedCalls | None) -> Any:
         # Imported here: a process that only steps Gymnasium's environments needs no torch.
-        from torchrl_lightning.environments.torchrl_recipe import transformed
+        from torchrl_lightning.environments.torchrl_recipe import apply_transforms
 
-        apart = ("id", "env_kwargs", "module", "wrappers", "vectorization", "demonstrations_of", "step_timeout")
+        handled = ("id", "env_kwargs", "module", "wrappers", "vectorization", "demonstrations_of", "step_timeout")
         wrappers = {
-            f"wrappers[{number}]={plain(each)}": _resolved(each, f"wrappers[{number}]")
-            for number, each in enumerate(self.wrappers)
+            f"wrappers[{position}]={plain(wrapper)}": _resolve(wrapper, f"wrappers[{position}]")
+            for position, wrapper in enumerate(self.wrappers)
         }
-        others = {name: value for name, value in vars(self).items() if name not in apart}
-        return transformed(env, wrappers=wrappers, calls=calls, **others)
+        settings = {name: value for name, value in vars(self).items() if name not in handled}
+        return apply_transforms(env, wrappers=wrappers, calls=calls, **settings)
 
     def for_evaluation(self) -> EnvironmentRecipe:
         """Return the recipe with unclipped rewards."""
@@ -259,24 +262,24 @@ class EnvironmentRecipe(Settings, ConfigSafe):
             {'id': 'CartPole-v1', 'wrappers': [{'_target_': 'gymnasium.wrappers.common.TimeLimit', \
 'max_episode_steps': 9}]}
         """
-        defaults = {name: each.default for name, each in EnvironmentRecipe.settings_of_class.items()}
-        given = {name: plain(value) for name, value in vars(self).items() if value and value != defaults[name]}
-        given.pop("module", None)  # the id names it
+        defaults = {name: setting_.default for name, setting_ in EnvironmentRecipe.settings_of_class.items()}
+        settings = {name: plain(value) for name, value in vars(self).items() if value and value != defaults[name]}
+        settings.pop("module", None)  # the id names it
         # One form, whether they were passed as callables or as mappings.
         if not isinstance(self.id, str):
-            given["id"] = _target(_resolved(self.id, "id"))
+            settings["id"] = _to_target(_resolve(self.id, "id"))
         if self.wrappers:
-            given["wrappers"] = [_target(_resolved(wrapper, "wrappers")) for wrapper in self.wrappers]
-        return given
+            settings["wrappers"] = [_to_target(_resolve(wrapper, "wrappers")) for wrapper in self.wrappers]
+        return settings
 
 
 def _check_limit(env: Environment, limit: int) -> None:
     """Validate that episodes of an environment can be as long as a limit; raise ValueError if they never are."""
-    own = None if env.spec is None else env.spec.max_episode_steps
-    if own is not None and own < limit:
+    env_limit = None if env.spec is None else env.spec.max_episode_steps
+    if env_limit is not None and env_limit < limit:
         raise ValueError(
-            f"time_limit must be at most {own}, the limit of the environment that the factory makes, got {limit}. "
-            "Let the factory make one with a larger limit."
+            f"time_limit must be at most {env_limit}, the limit of the factory's environment, got {limit}. "
+            "Build the environment with a larger limit."
         )
 
 
@@ -304,9 +307,9 @@ class SelectObservation(gym.ObservationWrapper[Any, Any, Any]):
         super().__init__(env)
         space = env.observation_space
         if not isinstance(space, spaces.Box) or len(space.shape) != 1:
-            raise ValueError(f"observe= selects entries of a one-dimensional Box; the environment observes {space}.")
+            raise ValueError(f"observe needs a one-dimensional Box as the observation, got {space}. Remove observe.")
         if not indices or not all(0 <= index < space.shape[0] for index in indices):
-            raise ValueError(f"observe={list(indices)} must name entries 0 to {space.shape[0] - 1} of {space}.")
+            raise ValueError(f"observe must be indices from 0 to {space.shape[0] - 1} of {space}, got {list(indices)}.")
         self._indices = np.asarray(indices)
         self.observation_space = spaces.Box(space.low[self._indices], space.high[self._indices], dtype=space.dtype)
 
@@ -315,26 +318,28 @@ class SelectObservation(gym.ObservationWrapper[Any, Any, Any]):
         return observation[self._indices]
 
 
-def _shown(space: spaces.Space[Any], keep: Sequence[str] | None, drop: Sequence[str]) -> list[str]:
-    asked, argument = (drop, "drop") if keep is None else (keep, "keep")
+def _select_entries(space: spaces.Space[Any], keep: Sequence[str] | None, drop: Sequence[str]) -> list[str]:
+    names, argument = (drop, "drop") if keep is None else (keep, "keep")
     if not isinstance(space, spaces.Dict):
-        raise ValueError(f"{argument}={list(asked)} names entries of a Dict, but the environment observes {space}.")
-    missing = [name for name in asked if name not in space.spaces]
-    shown = [name for name in space.spaces if (name in asked) == (keep is not None)]
-    if missing or not shown:
-        what = f"names {missing}, which are not there" if missing else "leaves nothing"
-        raise ValueError(f"{argument}={list(asked)} {what}; the environment observes {sorted(space.spaces)}.")
-    return shown
+        raise ValueError(f"{argument}={list(names)} needs a Dict as the observation, got {space}. Remove {argument}.")
+    missing = [name for name in names if name not in space.spaces]
+    selected = [name for name in space.spaces if (name in names) == (keep is not None)]
+    if missing or not selected:
+        problem = f"{missing} are missing" if missing else "no entry remains"
+        raise ValueError(
+            f"{argument} must select some of the observed entries {sorted(space.spaces)}, got {list(names)}: {problem}."
+        )
+    return selected
 
 
-def _unknown(argument: str, target: str, error: BaseException) -> ValueError:
-    module, mend = target.partition(".")[0], ""
+def _unknown_target_error(argument: str, target: str, error: BaseException) -> ValueError:
+    module, remedy = target.partition(".")[0], ""
     if isinstance(error, ModuleNotFoundError) and error.name == module:
-        mend = install_hint(error) or f" Run where {module}.py lies, or name its folder in PYTHONPATH."
-    return ValueError(f"{argument} has the unknown _target_ {target!r}: {str(error).splitlines()[0]}.{mend}")
+        remedy = install_hint(error) or f" Run in the folder of {module}.py, or add this folder to PYTHONPATH."
+    return ValueError(f"{argument} has the unknown _target_ {target!r}: {str(error).splitlines()[0]}.{remedy}")
 
 
-def _resolved(part: Any, argument: str) -> Callable[..., Any]:
+def _resolve(part: Any, argument: str) -> Callable[..., Any]:
     """Return a callable unchanged, or build it from a mapping of ``_target_`` and arguments."""
     if callable(part):
         return part
@@ -342,20 +347,20 @@ def _resolved(part: Any, argument: str) -> Callable[..., Any]:
     try:
         target = pkgutil.resolve_name(f"{module}:{name}")
     except (ImportError, AttributeError, ValueError) as error:
-        raise _unknown(argument, part["_target_"], error) from error
+        raise _unknown_target_error(argument, part["_target_"], error) from error
     arguments = {key: value for key, value in part.items() if not key.startswith("_")}
     positional = part.get("_args_", ())
     return partial(target, *positional, **arguments) if arguments or positional else target
 
 
-def _wrapped(env: Environment, wrapper: Wrapper, what: str) -> Environment:
+def _wrap(env: Environment, wrapper: Wrapper, label: str) -> Environment:
     try:
-        made = wrapper(env)
+        wrapped = wrapper(env)
     except (AssertionError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{what} does not fit {env}, which observes {env.observation_space}: {error}") from error
-    if not isinstance(made, gym.Env):
-        raise TypeError(f"{what} made a {type(made).__name__}; a wrapper returns the environment that it wraps.")
-    return made
+        raise ValueError(f"{label} does not fit {env}, which observes {env.observation_space}: {error}") from error
+    if not isinstance(wrapped, gym.Env):
+        raise TypeError(f"{label} must return the wrapped environment, a gymnasium.Env, got {type(wrapped).__name__}.")
+    return wrapped
 
 
 def plain(value: Any) -> Any:
@@ -372,43 +377,43 @@ def plain(value: Any) -> Any:
         positional = {"_args_": value.args} if value.args else {}
         return plain({"_target_": value.func, **positional, **value.keywords})
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, Sequence | Set):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     if isinstance(value, np.ufunc):
         return f"numpy.{value.__name__}"
-    named = value if hasattr(value, "__qualname__") else type(value)
-    return _exported(named) or f"{named.__module__}.{named.__qualname__}"
+    definition = value if hasattr(value, "__qualname__") else type(value)
+    return _public_name(definition) or f"{definition.__module__}.{definition.__qualname__}"
 
 
-def _exported(named: Any) -> str | None:
+def _public_name(definition: Any) -> str | None:
     """Return the public name of an export of this package: it stays the same if the object moves to another module."""
     package = __name__.partition(".")[0]
-    exports, name = sys.modules[package], named.__qualname__
-    if named.__module__.partition(".")[0] != package or getattr(exports, name, None) is not named:
+    exports, name = sys.modules[package], definition.__qualname__
+    if definition.__module__.partition(".")[0] != package or getattr(exports, name, None) is not definition:
         return None
     return f"{package}.{name}"
 
 
-def _target(part: Callable[..., Any]) -> dict[str, Any]:
-    named = plain(part)
-    return named if isinstance(named, dict) else {"_target_": named}
+def _to_target(part: Callable[..., Any]) -> dict[str, Any]:
+    target = plain(part)
+    return target if isinstance(target, dict) else {"_target_": target}
 
 
-def differences(there: Any, here: Any, field: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(old: Any, new: Any, field: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield the name and both values of each field that differs between two plain values; None if a value lacks it.
 
     Examples:
         >>> list(differences({"stack": 4, "wrappers": [{"low": 0}]}, {"wrappers": [{"low": 1}]}))
         [('stack', 4, None), ('wrappers[0].low', 0, 1)]
     """
-    if isinstance(there, dict) and isinstance(here, dict):
-        for key in {**there, **here}:
-            yield from differences(there.get(key), here.get(key), f"{field}.{key}" if field else key)
-    elif isinstance(there, list) and isinstance(here, list) and any(isinstance(each, dict) for each in there + here):
-        for number, (mine, yours) in enumerate(zip_longest(there, here)):
-            yield from differences(mine, yours, f"{field}[{number}]")
-    elif there != here:
-        yield field, there, here
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in {**old, **new}:
+            yield from differences(old.get(key), new.get(key), f"{field}.{key}" if field else key)
+    elif isinstance(old, list) and isinstance(new, list) and any(isinstance(item, dict) for item in old + new):
+        for index, (old_item, new_item) in enumerate(zip_longest(old, new)):
+            yield from differences(old_item, new_item, f"{field}[{index}]")
+    elif old != new:
+        yield field, old, new

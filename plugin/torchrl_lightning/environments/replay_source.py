@@ -79,7 +79,7 @@ class SyncedReplaySource(ReplaySource, Protocol):
     """A source with copies in worker processes; the copies receive updates of its recordings."""
 
     def for_worker(self, seed: int) -> ReplaySource:
-        """Return a picklable copy without running replays and with its own random draws; it supports :meth:`follow`."""
+        """Return a picklable copy with its own random draws, without running replays, for :meth:`follow`."""
         ...
 
     def contents(self) -> Any:
@@ -87,7 +87,7 @@ class SyncedReplaySource(ReplaySource, Protocol):
         ...
 
     def news(self, since: Any) -> Any:
-        """Return a picklable update from an earlier snapshot of :meth:`contents` to the current recordings."""
+        """Return a picklable update from an earlier :meth:`contents` to the current recordings."""
         ...
 
     def follow(self, news: Any) -> None:
@@ -116,53 +116,53 @@ class PartialStepVectorEnv(SyncVectorEnv):
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         """Step every environment, and reset ended ones."""
-        shown, rewards, terminated, truncated = vector_arrays(self)
+        observations, rewards, terminated, truncated = vector_arrays(self)
         checks = self._checks
         infos: dict[str, Any] = {}
-        each = _zero_dimensional(actions) if self._takes_scalar_array else iterate(self.action_space, actions)
-        for i, (env, action) in enumerate(zip(self.envs, each, strict=True)):
+        env_actions = _zero_dimensional(actions) if self._takes_scalar_array else iterate(self.action_space, actions)
+        for i, (env, action) in enumerate(zip(self.envs, env_actions, strict=True)):
             position.environment = i
             returned = env.step(action)
             if checks:
                 self._check(returned, "step", i)
-            shown[i], rewards[i], ends, is_cut, info = returned
+            observations[i], rewards[i], ends, is_cut, info = returned
             terminated[i], truncated[i] = ends, is_cut
             if ends or is_cut:
                 if not checks:
                     self._check(returned, "step", i)
                 # The reset may overwrite the memory of the observation and info.
-                infos = info_adder(self)(infos, {"final_obs": copied(shown[i]), "final_info": copied(info)}, i)
-                shown[i], info = env.reset()
+                infos = info_adder(self)(infos, {"final_obs": copied(observations[i]), "final_info": copied(info)}, i)
+                observations[i], info = env.reset()
             if info:
                 infos = info_adder(self)(infos, info, i)
         self._checks = False
-        self._concatenate(shown)
+        self._concatenate(observations)
         return self._observations, rewards.copy(), terminated.copy(), truncated.copy(), infos
 
-    def step_some(self, actions: Array, resting: Array) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
-        """Step all environments except ``resting`` ones, which return their last observation again and reward 0.
+    def step_some(self, actions: Array, paused: Array) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
+        """Step all environments except ``paused`` ones, which return their last observation again and reward 0.
 
         Info contains only ``final_obs``, the last observations of episodes.
         """
-        shown, final = env_observations(self), [None] * self.num_envs
+        observations, final = env_observations(self), [None] * self.num_envs
         rewards = np.zeros(self.num_envs)
         terminated, truncated = np.zeros((2, self.num_envs), dtype=bool)
-        for i in np.flatnonzero(~resting).tolist():
+        for i in np.flatnonzero(~paused).tolist():
             env, position.environment = self.envs[i], i
             returned = env.step(actions[i, ...] if self._takes_scalar_array else actions[i])
-            shown[i], rewards[i], terminated[i], truncated[i], _ = returned
+            observations[i], rewards[i], terminated[i], truncated[i], _ = returned
             if terminated[i] or truncated[i]:
                 self._check(returned, "step", i)
-                final[i] = copied(shown[i])
-                shown[i], _ = env.reset()
-        self._concatenate(shown)
+                final[i] = copied(observations[i])
+                observations[i], _ = env.reset()
+        self._concatenate(observations)
         return self._observations, rewards, terminated, truncated, {"final_obs": final}
 
-    def _concatenate(self, shown: Sequence[Any]) -> None:
+    def _concatenate(self, observations: Sequence[Any]) -> None:
         if self._flat is None:
-            self._observations = concatenate(self.single_observation_space, shown, self._observations)
+            self._observations = concatenate(self.single_observation_space, observations, self._observations)
         else:  # Gymnasium's function takes four times as long for small observations
-            np.concatenate(shown, out=self._flat)
+            np.concatenate(observations, out=self._flat)
 
     @cached_property
     def _flat(self) -> Array | None:
@@ -177,15 +177,15 @@ class PartialStepVectorEnv(SyncVectorEnv):
 
     def close_extras(self, **kwargs: Any) -> None:
         """Close every environment, also if one fails to close."""
-        faults = []
+        errors = []
         for i, env in enumerate(self.envs):
             try:
                 with env_errors("close", index=i):
                     env.close()
-            except Exception as fault:
-                faults.append(fault)
-        if faults:
-            raise faults[0]
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 def _zero_dimensional(actions: Array) -> list[Array]:
@@ -194,30 +194,30 @@ def _zero_dimensional(actions: Array) -> list[Array]:
 
 
 class ReplayTracker:
-    """Track which of ``num_envs`` environments replay steps of a source; ``where`` has their indices, ``[M]``."""
+    """Track which of ``num_envs`` environments replay steps of a source; ``indices`` has their indices, ``[M]``."""
 
     def __init__(self, source: ReplaySource, num_envs: int) -> None:
         self._source = source
-        self._resting = self._none = np.zeros(num_envs, dtype=bool)
-        self.where: Array = np.flatnonzero(self._none)
+        self._paused = self._none = np.zeros(num_envs, dtype=bool)
+        self.indices: Array = np.flatnonzero(self._none)
 
     def resume(self) -> Array:
         """Return which environments a restored source continues to replay, ``[N]``."""
-        self._resting = np.array(self._source.playing, dtype=bool)
-        return self._resting
+        self._paused = np.array(self._source.playing, dtype=bool)
+        return self._paused
 
     def next_rows(self, starts: Array) -> ReplayedRows | None:
         """Return the replayed rows of the next step; raise ValueError if a replay begins or ends within an episode."""
         rows = self._source(starts.copy())
-        if self._resting is self._none if rows is None else rows.mask is self._resting:
+        if self._paused is self._none if rows is None else rows.mask is self._paused:
             return rows  # the same environments as at the previous step
         mask = self._none if rows is None else np.asarray(rows.mask, dtype=bool)
-        wrong = ~starts & (mask != self._resting)
-        if wrong.any():
+        interrupted = ~starts & (mask != self._paused)
+        if interrupted.any():
             raise ValueError(
-                f"The replay of environments {np.flatnonzero(wrong).tolist()} begins or stops within an episode; begin "
-                "it where an episode begins (starts), and go on until it terminates or is truncated."
+                f"The replay of environments {np.flatnonzero(interrupted).tolist()} begins or stops within an episode. "
+                "Begin it only if starts is true, and continue until the episode terminates or is truncated."
             )
-        self.where = np.flatnonzero(mask)
-        self._resting = mask if len(self.where) else self._none
-        return None if self._resting is self._none else rows
+        self.indices = np.flatnonzero(mask)
+        self._paused = mask if len(self.indices) else self._none
+        return None if self._paused is self._none else rows

@@ -19,9 +19,9 @@ from torchrl.envs.batched_envs import BatchedEnvBase
 
 from torchrl_lightning._core.keys import ACTION_MASK, BOOKKEEPING, DEMO, MASK, check_names, check_observed
 from torchrl_lightning._core.tree import Path, join, path_of
-from torchrl_lightning.environments.actions import ActionFormat, from_zero, network_spec
+from torchrl_lightning.environments.actions import ActionFormat, network_spec, to_zero_based
 from torchrl_lightning.environments.masks import action_mask, is_mask
-from torchrl_lightning.environments.workers.threads import close_environment, note_threads
+from torchrl_lightning.environments.workers.threads import close_environment, record_num_threads
 from torchrl_lightning.environments.wrappers.rename import entries_of
 
 COUNTERS = (
@@ -91,8 +91,8 @@ def environment_specs(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentSpe
         (['observation'], torch.Size([4]), 2)
     """
     specs = torchrl_specs(env) if isinstance(env, EnvBase) else _gymnasium_specs(env)
-    is_meant = ACTION_MASK not in specs.observation and is_mask(specs.observation.get(MASK, None), specs.action)
-    check_observed(specs.observation.keys(), {MASK: ACTION_MASK} if is_meant else {})
+    has_mask_entry = ACTION_MASK not in specs.observation and is_mask(specs.observation.get(MASK, None), specs.action)
+    check_observed(specs.observation.keys(), {MASK: ACTION_MASK} if has_mask_entry else {})
     action_mask(specs.observation, specs.action)
     return specs
 
@@ -100,8 +100,8 @@ def environment_specs(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentSpe
 def _gymnasium_specs(env: VectorEnv[Any, Any, Any]) -> EnvironmentSpecs:
     if not isinstance(env, VectorEnv):
         raise TypeError(
-            f"Expected a gymnasium.vector.VectorEnv or a torchrl EnvBase, got {type(env).__name__}; "
-            "torchrl_lightning.make_vector_env builds the former from an id or a factory."
+            f"env must be a gymnasium.vector.VectorEnv or a torchrl EnvBase, got {type(env).__name__}. "
+            "torchrl_lightning.make_vector_env builds a VectorEnv from an id or a factory."
         )
     check_names(path for path, _ in entries_of(env.single_observation_space))
     observation = space_to_spec(env.single_observation_space, "observation")
@@ -110,11 +110,11 @@ def _gymnasium_specs(env: VectorEnv[Any, Any, Any]) -> EnvironmentSpecs:
     action_space = env.single_action_space
     if not isinstance(action_space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary):
         raise TypeError(
-            f"Action space {action_space} is not supported: actions are one tensor, of Discrete, MultiDiscrete, "
-            "MultiBinary or Box. Flatten it by a wrapper, such as gymnasium.wrappers.TransformAction."
+            f"The action space must be Discrete, MultiDiscrete, MultiBinary or Box, got {action_space}. "
+            "Convert it by a wrapper, such as gymnasium.wrappers.TransformAction."
         )
     form = ActionFormat.of_space(action_space)
-    action = network_spec(space_to_spec(from_zero(action_space), "action"))
+    action = network_spec(space_to_spec(to_zero_based(action_space), "action"))
     return EnvironmentSpecs(observation, action, env.num_envs, action_format=form)
 
 
@@ -129,7 +129,7 @@ def space_to_spec(space: spaces.Space[Any], name: str) -> TensorSpec:
         return _box(space, name)
     if np.any(np.asarray(getattr(space, "start", 0)) < 0):
         raise TypeError(
-            f"The space of {name!r}, {space}, starts at {space.start}, but choices count from 0. "  # type: ignore[attr-defined]
+            f"The space of {name!r} must start at 0 or above, got {space}. "
             "Shift it by gymnasium.wrappers.TransformObservation."
         )
     if isinstance(space, spaces.Discrete):
@@ -143,8 +143,8 @@ def space_to_spec(space: spaces.Space[Any], name: str) -> TensorSpec:
         return Categorical(int(choices[0]), shape=space.shape, dtype=_dtype(space, name))
     raise TypeError(
         f"The space of {name!r}, {space}, is not supported: expected Box, Discrete, one-dimensional MultiDiscrete, "
-        "MultiBinary or Dict of those. Convert it by a gymnasium wrapper, for example FlattenObservation, or leave it "
-        "out by EnvironmentRecipe(drop=...)."
+        "MultiBinary or Dict of those. Convert it by a gymnasium wrapper, for example FlattenObservation, or remove it "
+        "by EnvironmentRecipe(drop=...)."
     )
 
 
@@ -208,7 +208,9 @@ def _key(name: str, space: spaces.Dict) -> str:
 def _dtype(space: spaces.Space[Any], name: str) -> torch.dtype:
     dtype: torch.dtype | None = numpy_to_torch_dtype_dict.get(np.dtype(space.dtype))
     if dtype is None:
-        raise TypeError(f"The space of {name!r}, {space}, has dtype {space.dtype}, which TorchRL's specs do not have.")
+        raise TypeError(
+            f"The dtype {space.dtype} of the space of {name!r}, {space}, is not supported by TorchRL's specs."
+        )
     return dtype
 
 
@@ -219,9 +221,9 @@ def _box(space: spaces.Box, name: str) -> TensorSpec:
     if dtype is torch.bool:
         return Bounded(low, high, shape, dtype=dtype)
     limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    least, most = (torch.tensor(limit, dtype=dtype) for limit in (limits.min, limits.max))
+    dtype_min, dtype_max = (torch.tensor(limit, dtype=dtype) for limit in (limits.min, limits.max))
     infinite = low.isinf().all() and high.isinf().all()
-    if infinite or (torch.isclose(low, least).all() and torch.isclose(high, most).all()):
+    if infinite or (torch.isclose(low, dtype_min).all() and torch.isclose(high, dtype_max).all()):
         return Unbounded(shape, dtype=dtype)
     return Bounded(low, high, shape, dtype=dtype)
 
@@ -229,18 +231,18 @@ def _box(space: spaces.Box, name: str) -> TensorSpec:
 def torchrl_specs(env: EnvBase) -> EnvironmentSpecs:
     """Read the specs of a TorchRL environment without checking the names of its observations."""
     observation = env.observation_spec_unbatched.clone().clear_device_()
-    with layers(env) as (base, around):
-        counted = {key for transform in around for key in _counted(transform)}
+    with layers(env) as (base, applied):
+        counter_keys = {key for transform in applied for key in _counter_keys(transform)}
         # A Gymnasium observation stays an observation, even if it has the name of a bookkeeping entry.
         observed = set(base.observation_spec.keys()) if isinstance(base, GymWrapper) else set()
     for key in list(observation.keys(include_nested=True, leaves_only=True)):
         path = path_of(key)
-        kept = bool({path[0], path[-1]}.intersection(BOOKKEEPING)) or (path[0] == DEMO and len(path) > 1)
-        if key in counted or (kept and path[0] not in observed):
+        is_bookkeeping = bool({path[0], path[-1]}.intersection(BOOKKEEPING)) or (path[0] == DEMO and len(path) > 1)
+        if key in counter_keys or (is_bookkeeping and path[0] not in observed):
             del observation[key]
-    states = carried_keys(env)
+    state_keys = carried_keys(env)
     for key, spec in list(observation.items()):
-        if (isinstance(spec, Composite) and spec.is_empty()) or key in states:
+        if (isinstance(spec, Composite) and spec.is_empty()) or key in state_keys:
             del observation[key]
     action = env.action_spec_unbatched
     form = ActionFormat.of_spec(action)
@@ -249,39 +251,39 @@ def torchrl_specs(env: EnvBase) -> EnvironmentSpecs:
 
 def carried_keys(env: EnvBase) -> list[str]:
     """Return the keys of state trees, such as Brax states, that the environment needs back at each step."""
-    states, observation = env.full_state_spec.keys(), env.observation_spec
-    return [key for key, spec in observation.items() if isinstance(spec, Composite) and key in states]
+    state_keys, observation = env.full_state_spec.keys(), env.observation_spec
+    return [key for key, spec in observation.items() if isinstance(spec, Composite) and key in state_keys]
 
 
 @contextmanager
 def layers(env: EnvBase) -> Iterator[tuple[EnvBase, list[Transform]]]:
     """Yield the innermost environment and its transforms, inside out; build one more copy of a batched environment."""
     if isinstance(env, TransformedEnv):
-        with layers(env.base_env) as (base, around):
-            yield base, [*around, *flat(env.transform)]
+        with layers(env.base_env) as (base, applied):
+            yield base, [*applied, *flatten_transform(env.transform)]
     elif isinstance(env, BatchedEnvBase):
         # The environments of the batch may be in other processes.
-        one = env.create_env_fn[0](**env.create_env_kwargs[0])
-        note_threads(one)
+        env_copy = env.create_env_fn[0](**env.create_env_kwargs[0])
+        record_num_threads(env_copy)
         try:
-            with layers(one) as found:
-                yield found
+            with layers(env_copy) as innermost_and_transforms:
+                yield innermost_and_transforms
         finally:
-            close_environment(one)
+            close_environment(env_copy)
     else:
         yield env, []
 
 
-def flat(transform: Transform) -> Iterator[Transform]:
+def flatten_transform(transform: Transform) -> Iterator[Transform]:
     """Yield the parts of a ``Compose``, nested ones included, or the transform itself."""
     if isinstance(transform, transforms.Compose):
-        for each in transform:
-            yield from flat(each)
+        for part in transform:
+            yield from flatten_transform(part)
     else:
         yield transform
 
 
-def _counted(transform: Transform) -> Iterable[NestedKey]:
+def _counter_keys(transform: Transform) -> Iterable[NestedKey]:
     """Return the keys that a transform adds for the collector; they are not observations."""
     if isinstance(transform, transforms.TensorDictPrimer):
         return transform.primers.keys(True, True)
@@ -325,7 +327,7 @@ def spec_state(spec: TensorSpec) -> dict[str, Any]:
         return {"kind": "Composite", "entries": {str(key): spec_state(entry) for key, entry in spec.items()}}
     state = spec_fields(spec)
     if state["kind"] not in ("Unbounded", "Bounded", "Binary", "Categorical", "OneHot", "MultiCategorical"):
-        raise TypeError(f"a {type(spec).__name__} spec cannot be kept in a checkpoint: {spec}")
+        raise TypeError(f"a {type(spec).__name__} spec cannot be stored in a checkpoint: {spec}")
     return state
 
 

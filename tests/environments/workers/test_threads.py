@@ -20,7 +20,7 @@ def started(env):
 
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
-def test_threads_are_given_back(wrapped, fails, monkeypatch) -> None:
+def test_number_of_threads_is_restored(wrapped, fails, monkeypatch) -> None:
     env = parallel = ParallelEnv(2, Walk, mp_start_method="spawn")
     if wrapped:
         env = TransformedEnv(parallel)
@@ -42,7 +42,7 @@ def test_threads_are_given_back(wrapped, fails, monkeypatch) -> None:
     assert torch.get_num_threads() == 3
 
 
-def test_what_was_taken_before_is_left_to_torchrl(monkeypatch) -> None:
+def test_unrecorded_number_of_threads_is_left_to_torchrl(monkeypatch) -> None:
     env = ParallelEnv(2, Walk, mp_start_method="spawn")
     started(env)
     monkeypatch.setattr("torchrl._THREAD_POOL_INIT", 2)
@@ -51,7 +51,7 @@ def test_what_was_taken_before_is_left_to_torchrl(monkeypatch) -> None:
     assert torch.get_num_threads() == 2
 
 
-def test_one_that_takes_none_gives_none_back(monkeypatch) -> None:
+def test_serial_environment_keeps_the_number_of_threads(monkeypatch) -> None:
     monkeypatch.setattr("torchrl._THREAD_POOL_INIT", 8)
     for env in (SerialEnv(2, Walk), make_environment(Walk, 2)):
         env.reset()
@@ -59,7 +59,7 @@ def test_one_that_takes_none_gives_none_back(monkeypatch) -> None:
         assert torch.get_num_threads() == 3
 
 
-def test_processes_that_are_started_here_leave_all_threads_to_the_run() -> None:
+def test_started_processes_keep_the_number_of_threads() -> None:
     env = make_environment(EnvironmentRecipe(Walk, vectorization="async"), 2)
     assert env.num_threads == 3
     close_environment(env)

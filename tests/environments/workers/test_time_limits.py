@@ -31,13 +31,13 @@ def collecting(does: Callable[[], None], seconds: float | None, make: Callable[.
     make(recipe, num_envs=2, frames_per_batch=16, seed=0).rollout()
 
 
-def test_what_cannot_be_interrupted_ends_the_process_with_one_line_and_the_stack(tmp_path: Path) -> None:
+def test_uninterruptible_call_ends_the_process_with_one_line_and_the_stack(tmp_path: Path) -> None:
     process = Forked(partial(collecting, insists, 0.2), tmp_path)
     assert process.ends(20) == 1
     line, stack = process.said.split("recipe.\n")
     assert line == (
-        "hangs\n\nerror: At step 3 of the rollout, environment 0 did not return in step_timeout=0.2 seconds. Mend the "
-        "environment, or give it more seconds by step_timeout of its "
+        "hangs\n\nerror: At step 3 of the rollout, environment 0 did not return within step_timeout=0.2 seconds. "
+        "Fix the environment, or increase step_timeout of its "
     )
     assert 'misbehaving.py", line' in stack
     assert "in insists\n" in stack
@@ -49,7 +49,7 @@ def test_sigterm_ends_a_process_whose_environment_hangs(does: Callable[[], None]
     process.waits_for(lambda: "hangs" in process.said, 20)
     process.send(signal.SIGTERM)
     assert process.ends(20) == 143
-    assert "environment 0 did not return when the process was to end" in process.said
+    assert "environment 0 did not return before the process had to exit" in process.said
     assert "Traceback" not in process.said
 
 
@@ -63,7 +63,7 @@ def test_sigterm_ends_a_process_whose_workers_environment_hangs(tmp_path: Path) 
     process.waits_for(lambda: "hangs" in process.said, 20)
     process.send(signal.SIGTERM)
     assert process.ends(40) == 143
-    assert "did not return when the process was to end" in process.said
+    assert "did not return before the process had to exit" in process.said
 
 
 def goes_on() -> None:
@@ -87,7 +87,7 @@ def test_process_that_goes_on_after_sigterm_gives_its_environments_their_time(tm
     assert "has 60 seconds" in process.said
 
 
-def test_what_returns_in_time_is_left_alone() -> None:
+def test_call_within_its_limit_is_not_interrupted() -> None:
     recipe = EnvironmentRecipe("CartPole-v1", step_timeout=0.05)
     collector = GymnasiumCollector(recipe, num_envs=2, frames_per_batch=2000, seed=0)
     plain = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=2000, seed=0)

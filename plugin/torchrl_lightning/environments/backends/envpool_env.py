@@ -16,8 +16,12 @@ from torchrl_lightning.environments.env_errors import env_errors
 from torchrl_lightning.environments.recipe import EnvironmentRecipe
 from torchrl_lightning.environments.replay_source import Array
 
-_TAKEN = ("id", "env_kwargs", "time_limit", "vectorization", "demonstrations_of")
-_OURS = {"seed": "seeds come from the run", "num_envs": "num_envs= says it", "env_type": "it is Gymnasium's"}
+_SUPPORTED_SETTINGS = ("id", "env_kwargs", "time_limit", "vectorization", "demonstrations_of")
+_RESERVED_ARGUMENTS = {
+    "seed": "seeds come from the run",
+    "num_envs": "num_envs= says it",
+    "env_type": "it is Gymnasium's",
+}
 
 
 class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
@@ -42,14 +46,14 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
     def __init__(self, task: str, num_envs: int, kwargs: Mapping[str, Any]) -> None:
         self.task, self.num_envs = task, num_envs
         self._kwargs = {"num_threads": 1, **kwargs, "num_envs": num_envs}
-        spec = _spec(task, self._kwargs)
+        spec = _pool_spec(task, self._kwargs)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about rounded bounds
             self.single_observation_space, self.single_action_space = spec.observation_space, spec.action_space
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self._pool: Any = None
-        self._shown: Any = None
+        self._observation: Any = None
 
     def reset(
         self, *, seed: int | Sequence[int] | None = None, options: Mapping[str, Any] | None = None
@@ -59,16 +63,16 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
         if mask is not None and self._pool is not None:
             if seed is not None:
                 raise ValueError(
-                    f"EnvPool seeds all copies together, but a reset of some has seed={seed}; leave it out."
+                    f"seed must be None in a reset of some copies, because EnvPool seeds all together, got {seed}."
                 )
-            self._shown = self._restarted(self._shown, np.flatnonzero(mask))
-            return self._shown, {}
+            self._observation = self._reset_copies(self._observation, np.flatnonzero(mask))
+            return self._observation, {}
         if self._pool is None or seed is not None:
             self._make(seed)
         with warnings.catch_warnings(), env_errors("reset"):
             warnings.simplefilter("ignore")  # a first reset also warns about rounded bounds
-            self._shown = self._pool.reset()[0]
-        return self._shown, {}
+            self._observation = self._pool.reset()[0]
+        return self._observation, {}
 
     def step(self, actions: Array) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         """Step every copy and reset ended ones; ``final_obs`` holds the observations before the reset."""
@@ -80,8 +84,8 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
             # The reset may overwrite the memory of these arrays.
             rewards, terminated, truncated = rewards.copy(), terminated.copy(), truncated.copy()
             info["final_obs"] = copied(observation)
-            observation = self._restarted(observation, ended)
-        self._shown = observation
+            observation = self._reset_copies(observation, ended)
+        self._observation = observation
         return observation, rewards, terminated, truncated, info
 
     def close_extras(self, **kwargs: Any) -> None:
@@ -100,14 +104,14 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
         with warnings.catch_warnings(), env_errors("make"):
             warnings.simplefilter("ignore")
             self._pool = envpool.make(
-                self.task, env_type="gymnasium", seed=[int(each) for each in seeds], **self._kwargs
+                self.task, env_type="gymnasium", seed=[int(value) for value in seeds], **self._kwargs
             )
 
-    def _restarted(self, observation: Any, ended: Array) -> Any:
+    def _reset_copies(self, observation: Any, ended: Array) -> Any:
         observation = copied(observation)
         with env_errors("reset"):
-            fresh = self._pool.reset(ended.astype(np.int32))[0]
-        _set_rows(observation, ended, fresh)
+            initial = self._pool.reset(ended.astype(np.int32))[0]
+        _set_rows(observation, ended, initial)
         return observation
 
 
@@ -118,26 +122,25 @@ def envpool_task(env: object, env_kwargs: Mapping[str, Any], wrappers: Sequence[
         >>> envpool_task(EnvironmentRecipe("CartPole-v1", time_limit=9), {}, ())
         ('CartPole-v1', {'max_episode_steps': 9})
     """
-    given = ["wrappers"] if wrappers else []
+    unsupported = ["wrappers"] if wrappers else []
     kwargs = dict(env_kwargs)
     if isinstance(env, EnvironmentRecipe):
-        given += [name for name in env.settings() if name not in _TAKEN]
+        unsupported += [name for name in env.settings() if name not in _SUPPORTED_SETTINGS]
         kwargs = {**env.env_kwargs, **kwargs}
         if env.time_limit is not None:
             kwargs["max_episode_steps"] = env.time_limit
         env = env.id
     if not isinstance(env, str):
-        raise ValueError(f"vectorization='envpool' takes an id of EnvPool's, got {env!r}; take vectorization='sync'.")
-    if given:
+        raise ValueError(f"vectorization='envpool' needs an EnvPool id, got {env!r}. Use vectorization='sync'.")
+    if unsupported:
         raise ValueError(
-            f"vectorization='envpool' steps {env!r} in C++, around which nothing can be laid, but "
-            f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} given; leave that out, or take "
-            "vectorization='sync'."
+            f"vectorization='envpool' does not support {', '.join(unsupported)}, because EnvPool steps {env!r} in C++. "
+            f"Remove {'it' if len(unsupported) == 1 else 'them'}, or use vectorization='sync'."
         )
-    for name, why in _OURS.items():
+    for name, reason in _RESERVED_ARGUMENTS.items():
         if name in kwargs:
             raise ValueError(
-                f"env_kwargs has {name}={kwargs[name]!r}, which EnvPool is given here: {why}. Leave it out."
+                f"env_kwargs must not contain {name} for EnvPool, got {name}={kwargs[name]!r}: {reason}. Remove it."
             )
     return env, kwargs
 
@@ -145,35 +148,35 @@ def envpool_task(env: object, env_kwargs: Mapping[str, Any], wrappers: Sequence[
 def check_envpool(env: object, env_kwargs: Mapping[str, Any] | None = None, wrappers: Sequence[Any] = ()) -> None:
     """Validate arguments for EnvPool without making the environment; raise the errors of :class:`EnvPoolVectorEnv`."""
     task, kwargs = envpool_task(env, env_kwargs or {}, wrappers)
-    _spec(task, kwargs)
+    _pool_spec(task, kwargs)
 
 
-def _spec(task: str, kwargs: Mapping[str, Any]) -> Any:
+def _pool_spec(task: str, kwargs: Mapping[str, Any]) -> Any:
     try:
         import envpool
     except ImportError as error:
         raise ImportError(
-            f"vectorization='envpool' needs what is not installed: {error}. Here the extra 'envpool' brings it: "
-            "torchrl-lightning[envpool]."
+            f"vectorization='envpool' needs a package that is not installed: {error}. Install the extra 'envpool': "
+            "pip install 'torchrl-lightning[envpool]'."
         ) from error
     known = envpool.list_all_envs()
     if task not in known:
         raise ValueError(
             f"EnvPool does not know the environment {task!r}{did_you_mean(task, known)} envpool.list_all_envs() "
-            "lists all, and vectorization='sync' takes Gymnasium's."
+            "lists all ids; vectorization='sync' uses Gymnasium's environments."
         )
     try:
         spec = envpool.make_spec(task, **kwargs)
     except TypeError as error:
-        raise ValueError(f"EnvPool's {task!r} does not take env_kwargs={dict(kwargs)}: {error}.") from error
+        raise ValueError(f"EnvPool's {task!r} does not accept env_kwargs={dict(kwargs)}: {error}.") from error
     if spec.config.max_num_players != 1:
-        raise ValueError(f"EnvPool's {task!r} has several players, but one acts here; take another environment.")
+        raise ValueError(f"EnvPool's {task!r} must have one player, got {spec.config.max_num_players}.")
     return spec
 
 
-def _set_rows(observation: Any, rows: Array, fresh: Any) -> None:
+def _set_rows(observation: Any, rows: Array, values: Any) -> None:
     if isinstance(observation, Mapping):
         for name, value in observation.items():
-            _set_rows(value, rows, fresh[name])
+            _set_rows(value, rows, values[name])
     else:
-        observation[rows] = fresh
+        observation[rows] = values

@@ -52,8 +52,8 @@ def tracks_resets(env: Any) -> bool:
 
 def with_known_resets(env: Any) -> Any:
     """Wrap vector environments of mode ``NEXT_STEP`` in :class:`ResetTrackingVectorEnv`; return others unchanged."""
-    is_such = isinstance(env, VectorEnv) and env.metadata.get("autoreset_mode") in (
+    is_next_step = isinstance(env, VectorEnv) and env.metadata.get("autoreset_mode") in (
         AutoresetMode.NEXT_STEP,
         AutoresetMode.NEXT_STEP.value,
     )
-    return ResetTrackingVectorEnv(env) if is_such else env
+    return ResetTrackingVectorEnv(env) if is_next_step else env

@@ -21,7 +21,7 @@ from torchrl_lightning._core.torchrl_compat import entries_of, new_tensordict
 from torchrl_lightning._core.tree import Path
 from torchrl_lightning.environments.copies import copied
 from torchrl_lightning.environments.env_errors import env_errors
-from torchrl_lightning.environments.policy_calls import rows_as
+from torchrl_lightning.environments.policy_calls import expand_mask
 from torchrl_lightning.environments.replay_source import Array
 from torchrl_lightning.environments.specs import environment_specs, observation_leaves, torchrl_specs
 from torchrl_lightning.environments.workers.threads import close_environment
@@ -46,8 +46,8 @@ class BatchVectorEnv(VectorEnv[Any, Any, Any]):
         specs = torchrl_specs(env)
         self.env, self.num_envs = env, env.batch_size.numel()
         entries = {str(key): _space(spec) for key, spec in specs.observation.items()}
-        self._is_one = list(entries) == ["observation"]
-        self.single_observation_space = entries["observation"] if self._is_one else spaces.Dict(entries)
+        self._is_single_entry = list(entries) == ["observation"]
+        self.single_observation_space = entries["observation"] if self._is_single_entry else spaces.Dict(entries)
         self.single_action_space = _space(env.action_spec_unbatched)
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
@@ -56,7 +56,7 @@ class BatchVectorEnv(VectorEnv[Any, Any, Any]):
             for path, _, space in observation_leaves(self.single_observation_space)
         ]
         self._state: dict[str, Any] = {}  # inputs of the next step
-        self._kept = {*env.observation_spec.keys(), *FLAGS}  # outputs that become inputs of the next step
+        self._carried_keys = {*env.observation_spec.keys(), *FLAGS}  # outputs that become inputs of the next step
 
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode in all copies, or in the copies of ``options["reset_mask"]``."""
@@ -65,56 +65,56 @@ class BatchVectorEnv(VectorEnv[Any, Any, Any]):
             if seed is not None:
                 self.env.set_seed(int(np.atleast_1d(seed)[0]))
             if mask is None:
-                self._state = _cloned(entries_of(self.env.reset()))
+                self._state = _clone_entries(entries_of(self.env.reset()))
             else:
-                self._restart(torch.from_numpy(np.array(mask, dtype=bool))[:, None])
-        return self._shown(), {}
+                self._reset_copies(torch.from_numpy(np.array(mask, dtype=bool))[:, None])
+        return self._observation(), {}
 
     def step(self, actions: Array) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         """Step every copy and reset ended ones; ``final_obs`` holds the observations before the reset."""
         action = torch.from_numpy(actions).clone()  # the environment may change and keep it
         with torch.no_grad(), env_errors("step"):
-            given = new_tensordict({**self._state, "action": action}, self.env.batch_size)
-            returned = entries_of(self.env._step(given))
+            inputs = new_tensordict({**self._state, "action": action}, self.env.batch_size)
+            returned = entries_of(self.env._step(inputs))
         reward = returned[REWARD[-1]]
         terminated, done = returned["terminated"], returned["done"]
         truncated = returned.get("truncated")
         truncated = done & ~terminated if truncated is None else truncated
-        self._state = {**self._state, **{name: value for name, value in returned.items() if name in self._kept}}
+        self._state = {**self._state, **{name: value for name, value in returned.items() if name in self._carried_keys}}
         info = {}
         if done.any():
             # The reset may overwrite the memory of these tensors.
-            info["final_obs"] = copied(self._shown())
+            info["final_obs"] = copied(self._observation())
             reward, terminated, truncated, done = reward.clone(), terminated.clone(), truncated.clone(), done.clone()
             with torch.no_grad(), env_errors("reset"):
-                self._restart(done.reshape(-1, 1))
-        flags = (each.reshape(-1).numpy() for each in (terminated, truncated))
-        return self._shown(), reward.reshape(-1).numpy(), *flags, info
+                self._reset_copies(done.reshape(-1, 1))
+        flags = (flag.reshape(-1).numpy() for flag in (terminated, truncated))
+        return self._observation(), reward.reshape(-1).numpy(), *flags, info
 
     def close_extras(self, **kwargs: Any) -> None:
         """Close the environment."""
         close_environment(self.env)
 
-    def _restart(self, which: Tensor) -> None:
-        """Reset the copies in ``which``, ``[N, 1]``, and keep the state of the others."""
-        given = new_tensordict({**self._state, "_reset": which.clone()}, self.env.batch_size)
-        before = _cloned(self._state)  # the environment may reset all copies in the same memory
-        fresh = entries_of(self.env._reset(given))
-        merged = {name: _merged(which, value, before[name]) for name, value in fresh.items() if name != "_reset"}
-        flags = {name: before[name] & ~which for name in FLAGS if name in before}
-        self._state = {**before, **merged, **flags}
+    def _reset_copies(self, mask: Tensor) -> None:
+        """Reset the copies in ``mask``, ``[N, 1]``, and keep the state of the others."""
+        inputs = new_tensordict({**self._state, "_reset": mask.clone()}, self.env.batch_size)
+        previous = _clone_entries(self._state)  # the environment may reset all copies in the same memory
+        initial = entries_of(self.env._reset(inputs))
+        merged = {name: _merge_rows(mask, value, previous[name]) for name, value in initial.items() if name != "_reset"}
+        flags = {name: previous[name] & ~mask for name in FLAGS if name in previous}
+        self._state = {**previous, **merged, **flags}
 
-    def _shown(self) -> Any:
-        arrays = [_at(self._state, path).numpy().reshape(shape) for path, shape in self._shapes]
-        if self._is_one:
+    def _observation(self) -> Any:
+        arrays = [_leaf_at(self._state, path).numpy().reshape(shape) for path, shape in self._shapes]
+        if self._is_single_entry:
             return arrays[0]
-        shown: dict[str, Any] = {}
+        observation: dict[str, Any] = {}
         for (path, _), array in zip(self._shapes, arrays, strict=True):
-            level = shown
+            level = observation
             for name in path[:-1]:
                 level = level.setdefault(name, {})
             level[path[-1]] = array
-        return shown
+        return observation
 
     def __repr__(self) -> str:
         return type(self.env).__name__
@@ -142,10 +142,10 @@ def stepped_together(env: EnvBase) -> BatchVectorEnv | None:
     ):
         return None
     try:
-        made = BatchVectorEnv(env)
+        vector_env = BatchVectorEnv(env)
     except TypeError:
         return None
-    return made if environment_specs(made) == torchrl_specs(env) else None
+    return vector_env if environment_specs(vector_env) == torchrl_specs(env) else None
 
 
 def _space(spec: TensorSpec) -> spaces.Space[Any]:
@@ -163,30 +163,30 @@ def _space(spec: TensorSpec) -> spaces.Space[Any]:
     if kind == Bounded.__name__:
         low, high = (bound.expand(shape).numpy() for bound in (spec.space.low, spec.space.high))
         return spaces.Box(low, high, shape, dtype.type)
-    number: Any = np.int64 if dtype.kind == "b" else dtype.type  # dtype of choices
+    choice_dtype: Any = np.int64 if dtype.kind == "b" else dtype.type  # dtype of choices
     if kind == Categorical.__name__:
         if not shape:
-            return spaces.Discrete(spec.space.n, dtype=number)
-        return spaces.MultiDiscrete(np.full(shape, spec.space.n), dtype=number)
+            return spaces.Discrete(spec.space.n, dtype=choice_dtype)
+        return spaces.MultiDiscrete(np.full(shape, spec.space.n), dtype=choice_dtype)
     if kind == MultiCategorical.__name__:
-        return spaces.MultiDiscrete(spec.nvec.numpy(), dtype=number)
+        return spaces.MultiDiscrete(spec.nvec.numpy(), dtype=choice_dtype)
     raise TypeError(f"{spec} has no space")
 
 
-def _cloned(entries: Mapping[str, Any]) -> dict[str, Any]:
+def _clone_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return copies of an environment's entries, because it may overwrite them."""
     return {name: value.clone() for name, value in entries.items()}
 
 
-def _at(tree: Any, path: Path) -> Tensor:
+def _leaf_at(tree: Any, path: Path) -> Tensor:
     for name in path:
         tree = tree[name]
     leaf: Tensor = tree
     return leaf
 
 
-def _merged(which: Tensor, fresh: Any, before: Any) -> Any:
-    """Return an entry ``[N, *F]`` with the rows of ``fresh`` where ``which`` ``[N, 1]`` is true, else of ``before``."""
-    if isinstance(fresh, TensorDictBase):
-        return fresh.where(which[:, 0], before)
-    return torch.where(rows_as(which[:, 0], fresh), fresh, before)
+def _merge_rows(mask: Tensor, new: Any, old: Any) -> Any:
+    """Return an entry ``[N, *F]`` with the rows of ``new`` where ``mask`` ``[N, 1]`` is true, else of ``old``."""
+    if isinstance(new, TensorDictBase):
+        return new.where(mask[:, 0], old)
+    return torch.where(expand_mask(mask[:, 0], new), new, old)

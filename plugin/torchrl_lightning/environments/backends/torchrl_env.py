@@ -40,19 +40,19 @@ from torchrl_lightning.environments.backends.vector_env import (
 )
 from torchrl_lightning.environments.copies import FreshActions
 from torchrl_lightning.environments.env_errors import position
-from torchrl_lightning.environments.policy_calls import is_double, recurrent_primers, rows_as
-from torchrl_lightning.environments.specs import flat, layers
-from torchrl_lightning.environments.workers.threads import close_environment, note_threads
-from torchrl_lightning.environments.wrappers.rename import WITHIN
+from torchrl_lightning.environments.policy_calls import expand_mask, is_float64, recurrent_primers
+from torchrl_lightning.environments.specs import flatten_transform, layers
+from torchrl_lightning.environments.workers.threads import close_environment, record_num_threads
+from torchrl_lightning.environments.wrappers.rename import RENAME_REMEDY
 
 # Transforms that spoil the data, with the reason and the remedy.
-_REFUSED: dict[type[Transform], str] = {
-    VecNorm: "keeps its own statistics in each environment. Take normalize_observation=True of the DataModule",
-    VecNormV2: "keeps its own statistics in each environment. Take normalize_observation=True of the DataModule",
-    FrameSkipTransform: "steps on after an episode has ended. Give frame_skip= to GymEnv",
+_UNSUPPORTED_TRANSFORMS: dict[type[Transform], str] = {
+    VecNorm: "keeps its own statistics in each environment. Set normalize_observation=True in the DataModule",
+    VecNormV2: "keeps its own statistics in each environment. Set normalize_observation=True in the DataModule",
+    FrameSkipTransform: "continues after the end of an episode. Give frame_skip= to GymEnv",
     VecGymEnvTransform: (
-        "(Gymnasium's own vector environment) puts a bogus transition behind each episode. Leave num_envs out of "
-        "GymEnv, and give num_envs beside a factory of one environment"
+        "(Gymnasium's vector environment) adds a bogus transition after each episode. Remove num_envs from GymEnv, "
+        "and set num_envs with a factory of one environment"
     ),
 }
 
@@ -86,22 +86,22 @@ def make_environment(
         >>> close_environment(env)
     """
     if isinstance(env, EnvBase):
-        return _checked(env, num_envs, own_number)
+        return _check_env(env, num_envs, own_number)
     try:
         return make_vector_env(env, num_envs, vectorization=vectorization)
-    except NoGymnasiumEnvironmentError as found:
-        if not isinstance(found.env, EnvBase) or not callable(env):
+    except NoGymnasiumEnvironmentError as error:
+        if not isinstance(error.env, EnvBase) or not callable(env):
             raise
-        first = found.env
+        sample_env = error.env
     number = 1 if num_envs is None else integer(num_envs, "num_envs")
     try:
-        _checked(first, num_envs if first.batch_size else None, own_number)
+        _check_env(sample_env, num_envs if sample_env.batch_size else None, own_number)
     except BaseException:
-        close_environment(first)
+        close_environment(sample_env)
         raise
-    if first.batch_size:
-        return first
-    close_environment(first)
+    if sample_env.batch_size:
+        return sample_env
+    close_environment(sample_env)
     if (vectorization or vectorization_of(env)) == "async":
         # Without num_threads, the environment would reduce the number of threads of this process.
         return ParallelEnv(number, env, mp_start_method="spawn", num_threads=torch.get_num_threads())
@@ -113,11 +113,13 @@ def with_bookkeeping(env: EnvBase, policy: object, clip_actions: bool = False) -
 
     The environment itself is not changed. ``clip_actions`` clips the actions for the environment to their bounds.
     """
-    there = set(env.observation_spec.keys(True, True)) | set(env.full_state_spec.keys(True, True))
-    added: list[Transform] = [] if "is_init" in there else [InitTracker()]
-    added += [primer for primer in recurrent_primers(policy) if not there.issuperset(primer.primers.keys(True, True))]
+    existing = set(env.observation_spec.keys(True, True)) | set(env.full_state_spec.keys(True, True))
+    added: list[Transform] = [] if "is_init" in existing else [InitTracker()]
+    added += [
+        primer for primer in recurrent_primers(policy) if not existing.issuperset(primer.primers.keys(True, True))
+    ]
     form = replace(ActionFormat.of_spec(env.action_spec_unbatched), clip=clip_actions)
-    if not form.is_natural or is_double(policy):  # `acted` sets the other actions to their bounds
+    if not form.is_network_format or is_float64(policy):  # apply_policy sets the other actions to their bounds
         added.append(ActionConversion(form))
     for transform in added:
         env = TransformedEnv(env, transform, auto_unwrap=False)
@@ -143,25 +145,25 @@ def copy_calls(env: EnvBase, index: int | None = None) -> None:
         for number, inner in enumerate(serial_envs(base) if isinstance(base, SerialEnv) and not base.is_closed else ()):
             copy_calls(inner, number)
     else:
-        _copy_calls_of(base, index)
+        _wrap_calls(base, index)
         if isinstance(base, GymWrapper) and base.wrapper_frame_skip > 1 and not isinstance(base._env, FreshActions):
             base._env = FreshActions(base._env)  # each skipped frame gets the same action array
     if env is not base:
-        _copy_calls_of(env, index)
+        _wrap_calls(env, index)
 
 
-def _copy_calls_of(env: Any, index: int | None) -> None:
-    if not (isinstance(env._step, partial) and env._step.func is _copied_call):
-        env._step = partial(_copied_call, env._step, index)
-        env._reset = partial(_copied_call, env._reset, index)
+def _wrap_calls(env: Any, index: int | None) -> None:
+    if not (isinstance(env._step, partial) and env._step.func is _call_with_copies):
+        env._step = partial(_call_with_copies, env._step, index)
+        env._reset = partial(_call_with_copies, env._reset, index)
 
 
-def _copied_call(
+def _call_with_copies(
     call: Callable[..., Any], index: int | None, tensordict: TensorDictBase | None = None, **kwargs: Any
 ) -> Any:
     position.environment = index
-    given = None if tensordict is None else tensordict.clone()
-    returned = call(given, **kwargs)
+    inputs = None if tensordict is None else tensordict.clone()
+    returned = call(inputs, **kwargs)
     return returned.clone() if isinstance(returned, TensorDictBase) else returned
 
 
@@ -211,78 +213,80 @@ class PlayingTransform(Transform):
         raise NotImplementedError
 
 
-def playing_transforms(env: EnvBase) -> Iterator[PlayingTransform]:
+def replay_transforms(env: EnvBase) -> Iterator[PlayingTransform]:
     """Yield the transforms around an environment that play recorded steps."""
     while isinstance(env, TransformedEnv):
-        yield from (transform for transform in flat(env.transform) if isinstance(transform, PlayingTransform))
+        yield from (
+            transform for transform in flatten_transform(env.transform) if isinstance(transform, PlayingTransform)
+        )
         env = env.base_env
 
 
-class GoingOn(Transform):
+class ContinueEpisodes(Transform):
     """After :meth:`resume`, let episodes of some environments continue through the next reset."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._where: Tensor | None = None
+        self._mask: Tensor | None = None
         self._states: Mapping[NestedKey, Tensor] = {}
 
-    def resume(self, where: Tensor, states: Mapping[NestedKey, Tensor]) -> None:
-        """Continue the episodes in ``where``, ``[N]``, through the next reset; recurrent states are ``[N, *state]``."""
-        self._where, self._states = where, states
+    def resume(self, mask: Tensor, states: Mapping[NestedKey, Tensor]) -> None:
+        """Continue the episodes in ``mask``, ``[N]``, through the next reset; recurrent states are ``[N, *state]``."""
+        self._mask, self._states = mask, states
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        where, self._where = self._where, None
-        if where is not None:
-            for key, value in {"is_init": torch.zeros(len(where), 1, dtype=torch.bool), **self._states}.items():
+        mask, self._mask = self._mask, None
+        if mask is not None:
+            for key, value in {"is_init": torch.zeros(len(mask), 1, dtype=torch.bool), **self._states}.items():
                 reset = tensordict_reset[key]
-                kept = value.where(rows_as(where, value), reset.cpu().reshape(value.shape))
-                tensordict_reset[key] = kept.reshape(reset.shape).to(reset.device)
+                continued = value.where(expand_mask(mask, value), reset.cpu().reshape(value.shape))
+                tensordict_reset[key] = continued.reshape(reset.shape).to(reset.device)
         return tensordict_reset
 
 
 @contextmanager
-def playing_nothing_yet(env: EnvBase) -> Iterator[None]:
+def preserved_replay_state(env: EnvBase) -> Iterator[None]:
     """Restore the replay sources of an environment at the end of the block, because resets may draw from them."""
-    before = [(transform.replay, transform.replay.state_dict()) for transform in playing_transforms(env)]
+    saved = [(transform.replay, transform.replay.state_dict()) for transform in replay_transforms(env)]
     try:
         yield
     finally:
-        for replay, state in before:
+        for replay, state in saved:
             replay.load_state_dict(state)
 
 
-def _checked(env: EnvBase, num_envs: int | None, own_number: bool) -> EnvBase:
+def _check_env(env: EnvBase, num_envs: int | None, own_number: bool) -> EnvBase:
     """Validate and return the environment; raise ValueError for keys, shapes or transforms that do not fit."""
-    note_threads(env)
+    record_num_threads(env)
     if any("" in path_of(key) for key in env.observation_spec.keys(True)):
-        raise ValueError(f"TorchRL's specs cannot index an observation without a name, ''. {WITHIN}")
-    with layers(env) as (base, around):
+        raise ValueError(f"TorchRL's specs cannot index an observation without a name, ''. {RENAME_REMEDY}")
+    with layers(env) as (base, transforms):
         if isinstance(base, GymWrapper) and first_action(base.action_space):
             raise ValueError(
-                f"the environment's actions are {base.action_space}, and GymEnv would take them to count from 0. Give "
-                "Gymnasium's environment itself, by its id or a factory."
+                f"actions of a GymEnv must count from 0, got {base.action_space}. Pass the Gymnasium environment "
+                "itself, by its id or a factory."
             )
-        for transform in around:
-            why = next((why for kind, why in _REFUSED.items() if isinstance(transform, kind)), None)
-            if why is not None:
-                raise ValueError(f"{type(transform).__name__} {why}.")
-    for what, keys, wanted in (("action", env.action_keys, "action"), ("reward", env.reward_keys, "reward")):
-        if keys != [wanted]:
+        for transform in transforms:
+            for cls, reason in _UNSUPPORTED_TRANSFORMS.items():
+                if isinstance(transform, cls):
+                    raise ValueError(f"{type(transform).__name__} {reason}.")
+    for name, keys, expected in (("action", env.action_keys, "action"), ("reward", env.reward_keys, "reward")):
+        if keys != [expected]:
             raise ValueError(
-                f"the environment's {what} keys are {keys}, expected one named {wanted!r}. Rename or combine them by a "
+                f"the environment's {name} keys must be [{expected!r}], got {keys}. Rename or combine them by a "
                 "transform, such as torchrl.envs.RenameTransform."
             )
     if "done" not in env.done_keys or "terminated" not in env.done_keys:
-        raise ValueError(f"the environment's flags are {env.done_keys}, expected 'done' and 'terminated' among them.")
+        raise ValueError(f"the environment's done keys must contain 'done' and 'terminated', got {env.done_keys}.")
     reward = env.reward_spec_unbatched.shape
     if reward != (1,):
-        raise ValueError(f"the environment's rewards have shape {list(reward)}, expected one number, [1].")
+        raise ValueError(f"the environment's rewards must have shape [1], got {list(reward)}.")
     if len(env.batch_size) > 1:
         raise ValueError(
-            f"the environment has batch size {list(env.batch_size)}, expected one dimension. Flatten it by "
+            f"the environment's batch size must have one dimension, got {list(env.batch_size)}. Flatten it by "
             "torchrl.envs.BatchSizeTransform."
         )
     number = env.batch_size.numel()
     if not own_number and num_envs not in (None, number):
-        raise ValueError(f"num_envs={num_envs}, but the environment has batch size {number}; give num_envs={number}.")
+        raise ValueError(f"num_envs must be {number}, the environment's batch size, got {num_envs}.")
     return env

@@ -15,11 +15,11 @@ from torchrl_lightning.environments.backends.envpool_env import EnvPoolVectorEnv
 from torchrl_lightning.environments.backends.next_step import tracks_resets
 from torchrl_lightning.environments.copies import copy_beneath_wrappers
 from torchrl_lightning.environments.env_errors import env_errors
-from torchrl_lightning.environments.install_hint import install_hint, registered_by
+from torchrl_lightning.environments.install_hint import install_hint, registration_hint
 from torchrl_lightning.environments.recipe import EnvironmentRecipe, recipe_of
 from torchrl_lightning.environments.replay_source import PartialStepVectorEnv
 from torchrl_lightning.environments.workers.worker_env import WorkerVectorEnv
-from torchrl_lightning.environments.wrappers.rename import WITHIN
+from torchrl_lightning.environments.wrappers.rename import RENAME_REMEDY
 
 _FIX = (
     "Build it with gymnasium.vector.SyncVectorEnv([make] * n, "
@@ -75,13 +75,12 @@ def make_vector_env(
     if isinstance(env, VectorEnv):
         if env_kwargs or wrappers:
             raise ValueError(
-                "env_kwargs and wrappers are for environments that are built here, but env is a ready "
-                f"{type(env).__name__}; give them to its constructor instead."
+                f"env_kwargs and wrappers must be left out for a ready {type(env).__name__}, got {env_kwargs} and "
+                f"{wrappers}. Use them when you build it."
             )
         if num_envs is not None and num_envs != env.num_envs:
             raise ValueError(
-                f"num_envs={num_envs}, but the ready vector environment has {env.num_envs} environments; "
-                f"pass num_envs={env.num_envs} or leave it out."
+                f"num_envs must be {env.num_envs} or None for this ready vector environment, got {num_envs}."
             )
         return env
     num_envs = 1 if num_envs is None else integer(num_envs, "num_envs")
@@ -95,23 +94,23 @@ def make_vector_env(
     return PartialStepVectorEnv([factory] * num_envs, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
-def vectorization_of(env: object, asked: str | None = None) -> str:
+def vectorization_of(env: object, requested: str | None = None) -> str:
     """Return the vectorization: the requested one, or the one of the recipe, or ``"sync"``.
 
     A recipe for EnvPool stays with EnvPool even for ``"sync"`` if Gymnasium cannot make its environment.
     """
-    own = env.vectorization if isinstance(env, EnvironmentRecipe) else "sync"
-    if asked is None:
-        return own
-    one_of(asked, "vectorization", ("sync", "async", "envpool"))
-    if isinstance(env, VectorEnv) and asked != "sync":
+    default = env.vectorization if isinstance(env, EnvironmentRecipe) else "sync"
+    if requested is None:
+        return default
+    one_of(requested, "vectorization", ("sync", "async", "envpool"))
+    if isinstance(env, VectorEnv) and requested != "sync":
         raise ValueError(
             f"vectorization must be 'sync' or None for a ready {type(env).__name__}, which steps itself, got "
-            f"{asked!r}. Leave it out, or pass an id or a factory."
+            f"{requested!r}. Remove it, or pass an id or a factory."
         )
-    if asked == "sync" and own == "envpool" and isinstance(env, EnvironmentRecipe):
+    if requested == "sync" and default == "envpool" and isinstance(env, EnvironmentRecipe):
         return "envpool" if env.env_kwargs or env.id not in gymnasium.registry else "sync"
-    return asked
+    return requested
 
 
 def check_env_source(
@@ -146,17 +145,17 @@ def check_env_source(
             gymnasium.spec(name)
         except ImportError as error:
             raise ValueError(
-                f"The module before the colon of {env!r} cannot be imported: {error}. Install it and what it needs, or "
-                f"put it where Python finds it, such as the working directory.{install_hint(error)}"
+                f"The module before the colon of {env!r} cannot be imported: {error}. Install it and its dependencies, "
+                f"or put it in the working directory or in PYTHONPATH.{install_hint(error)}"
             ) from error
         except gymnasium.error.Error as error:
-            usual = "Check the spelling, or name the module that registers it, as 'module:Name-v0'."
-            remedy = None if module else registered_by(name)
-            raise ValueError(f"Gymnasium does not know the environment {env!r}: {error} {remedy or usual}") from error
+            remedy = None if module else registration_hint(name)
+            remedy = remedy or "Check the spelling, or name the module that registers it, as 'module:Name-v0'."
+            raise ValueError(f"Gymnasium does not know the environment {env!r}: {error} {remedy}") from error
     elif isinstance(env, gymnasium.Env):
         raise TypeError(
-            f"Got one ready environment ({env}); pass its id, or a factory such as "
-            f"lambda: {type(env.unwrapped).__name__}(), so that num_envs copies can be built."
+            f"env must be an id or a factory, so that copies can be built, got the ready environment {env}. Pass its "
+            f"id, or a factory such as lambda: {type(env.unwrapped).__name__}()."
         )
     elif isinstance(env, VectorEnv):
         autoreset_mode(env)
@@ -177,14 +176,14 @@ def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
         mode = AutoresetMode(mode)
     if not isinstance(mode, AutoresetMode):
         raise ValueError(
-            f"{env} does not say how it resets: metadata['autoreset_mode'] is {mode!r}, expected "
-            "AutoresetMode.SAME_STEP or AutoresetMode.DISABLED. " + _FIX
+            f"metadata['autoreset_mode'] of {env} must be AutoresetMode.SAME_STEP or AutoresetMode.DISABLED, got "
+            f"{mode!r}. " + _FIX
         )
     if mode is AutoresetMode.NEXT_STEP and not tracks_resets(env):
         raise ValueError(
-            f"{env} has AutoresetMode.NEXT_STEP, which puts one bogus transition behind every episode: its action is "
-            "ignored and its reward is 0. Replay (ReplayDataModule(env=...)) takes it, and leaves these out. Else: "
-            + _FIX
+            f"{env} has AutoresetMode.NEXT_STEP, which adds one bogus transition after every episode: its action is "
+            "ignored and its reward is 0. ReplayDataModule(env=...) accepts it and does not store these transitions. "
+            "Otherwise: " + _FIX
         )
     return mode
 
@@ -194,8 +193,8 @@ class NoGymnasiumEnvironmentError(TypeError):
 
     def __init__(self, env: Any) -> None:
         super().__init__(
-            f"The factory must build one gymnasium.Env, got {type(env).__name__}; "
-            "a vector environment is passed itself, not its factory."
+            f"The factory must build one gymnasium.Env, got {type(env).__name__}. "
+            "Pass a vector environment itself, not its factory."
         )
         self.env = env
 
@@ -217,23 +216,21 @@ class SingleEnv:
             with env_errors("make"):
                 env = gymnasium.make(self.env, **self.kwargs) if isinstance(self.env, str) else self.env(**self.kwargs)
         except (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError) as error:
-            what = str(error).rstrip(".")
+            reason = str(error).rstrip(".")
             raise ImportError(
-                f"The environment {self.env!r} needs what is not installed: {what}.{install_hint(error)}"
+                f"The environment {self.env!r} needs a package that is not installed: {reason}.{install_hint(error)}"
             ) from error
         except gymnasium.error.Error as error:  # from gymnasium.make with the id, or within the factory
             raise ValueError(f"The environment {self.env!r} cannot be made: {error}") from error
         except RuntimeError as error:
             if "keys of one spec collides" not in str(error):
                 raise
-            raise ValueError(
-                f"TorchRL keeps an entry of its own under the name of an observation: {error} {WITHIN}"
-            ) from error
+            raise ValueError(f"The name of an observation is reserved in TorchRL: {error} {RENAME_REMEDY}") from error
         except (AttributeError, TypeError) as error:
             if not extract_tb(error.__traceback__)[-1].filename.endswith("tensor_specs.py"):
                 raise
             raise ValueError(
-                f"TorchRL's specs have no entry of the name of an observation: {error}. {WITHIN}"
+                f"TorchRL's specs do not support the name of an observation: {error}. {RENAME_REMEDY}"
             ) from error
         if not isinstance(env, gymnasium.Env):
             raise NoGymnasiumEnvironmentError(env)

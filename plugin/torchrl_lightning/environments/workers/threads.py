@@ -14,7 +14,7 @@ from torchrl.envs import EnvBase, ParallelEnv, TransformedEnv
 from torchrl_lightning.environments.env_errors import env_errors
 
 # Number of threads before the start of each ParallelEnv, if this module saw it before.
-_BEFORE: WeakKeyDictionary[EnvBase, int] = WeakKeyDictionary()
+_RECORDED: WeakKeyDictionary[EnvBase, int] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -27,33 +27,33 @@ def kept_threads() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def note_threads(env: EnvBase) -> None:
+def record_num_threads(env: EnvBase) -> None:
     """Store the number of threads if the environment is a ParallelEnv that has not started: its start may reduce it."""
     base = _base(env)
     if isinstance(base, ParallelEnv) and base.is_closed:
-        _BEFORE[base] = torch.get_num_threads()
+        _RECORDED[base] = torch.get_num_threads()
 
 
 def close_environment(env: VectorEnv[Any, Any, Any] | EnvBase) -> None:
     """Close an environment, if it is open, and restore the number of threads.
 
     A ParallelEnv reduces the number when it starts, and sets another number when it closes. If it started before
-    :func:`note_threads`, the original number is unknown, and TorchRL's number stays. Errors of the environment become
-    EnvironmentFaults.
+    :func:`record_num_threads`, the original number is unknown, and TorchRL's number stays. Errors of the environment
+    become EnvironmentFaults.
     """
     if not isinstance(env, EnvBase):
         with env_errors("close"):
             env.close()
         return
     base = _base(env)
-    unknown = isinstance(base, ParallelEnv) and not base.is_closed and base not in _BEFORE
-    threads = _BEFORE.pop(base, torch.get_num_threads())
+    is_unrecorded = isinstance(base, ParallelEnv) and not base.is_closed and base not in _RECORDED
+    threads = _RECORDED.pop(base, torch.get_num_threads())
     try:
         if not env.is_closed:
             with env_errors("close"):
                 env.close()
     finally:
-        if not unknown:
+        if not is_unrecorded:
             torch.set_num_threads(threads)
 
 

@@ -29,7 +29,7 @@ import gymnasium
 from torchrl_lightning._core.processes import after_fork, is_main_thread
 from torchrl_lightning.environments.env_errors import position
 
-_MEND = "Mend the environment, or give it more seconds by step_timeout of its recipe."
+_REMEDY = "Fix the environment, or increase step_timeout of its recipe."
 _GRACE = 1.0  # seconds for an interrupted call to return
 _PERIOD = 0.1  # seconds between two checks of the running calls
 
@@ -53,10 +53,10 @@ class TimedCalls:
     def __init__(self, seconds: float, after_sigterm: float = 5.0) -> None:
         self.seconds, self.limit = seconds, seconds
         self.after_sigterm = min(seconds, after_sigterm)
-        self.sigterm = -math.inf  # when SIGTERM came
-        self.begun = math.inf  # start time of the running call
-        self.interrupted = math.inf  # start time of the last interrupted call
-        self.overdue = math.inf, 0.0  # start time of the last overdue call, and the seconds that it was overdue
+        self.sigterm_time = -math.inf  # when SIGTERM came
+        self.started = math.inf  # start time of the running call
+        self.interrupted_call = math.inf  # start time of the last interrupted call
+        self.overdue_call = math.inf, 0.0  # start time of the last overdue call, and the seconds that it was overdue
         self.thread = get_ident()  # thread of the running call
         self.environment: int | None = None  # number of the environment; next line: step of the rollout
         self.step: int | None = None
@@ -65,63 +65,63 @@ class TimedCalls:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Limit the seconds of a block; a nested block of the same environment does not add a limit."""
-        if self.begun < math.inf:
+        if self.started < math.inf:
             yield
             return
         self.environment, self.step = position.environment, position.step
-        self.thread, self.begun = get_ident(), monotonic()
+        self.thread, self.started = get_ident(), monotonic()
         try:
             yield
         finally:
-            self.begun = math.inf
+            self.started = math.inf
 
     def is_overdue(self) -> bool:
         """Return whether the running call has exceeded its limit."""
-        return monotonic() - max(self.begun, self.sigterm) >= self.limit
+        return monotonic() - max(self.started, self.sigterm_time) >= self.limit
 
-    def overdue_seconds(self, passed: float) -> float:
+    def overdue_seconds(self, elapsed: float) -> float:
         """Add the seconds since the last check, and return the seconds that the running call has been overdue."""
-        begun = self.begun
+        started = self.started
         if not self.is_overdue():
             return -math.inf
-        last, seconds = self.overdue
-        self.overdue = begun, seconds + passed if last == begun else 0.0
-        return self.overdue[1]
+        last, seconds = self.overdue_call
+        self.overdue_call = started, seconds + elapsed if last == started else 0.0
+        return self.overdue_call[1]
 
     def end_soon(self) -> None:
         """Apply the limit after SIGTERM, starting now."""
-        self.limit, self.sigterm = self.after_sigterm, monotonic()
+        self.limit, self.sigterm_time = self.after_sigterm, monotonic()
 
     def interrupt(self) -> None:
         """Interrupt the running call by a signal, once."""
-        if self.interrupted != self.begun:
-            self.interrupted = self.begun
+        if self.interrupted_call != self.started:
+            self.interrupted_call = self.started
             signal.pthread_kill(self.thread, signal.SIGURG)
 
     @property
     def is_ending(self) -> bool:
         """Return whether the process has received SIGTERM since the environment was made."""
-        return self.sigterm > -math.inf
+        return self.sigterm_time > -math.inf
 
-    def line(self) -> str:
+    def message(self) -> str:
         """Return the error message for a call that has exceeded its limit."""
-        whose = "the environment" if self.environment is None else f"environment {self.environment}"
-        where = "" if self.step is None else f"At step {self.step} of the rollout, "
-        why = "when the process was to end" if self.is_ending else f"in step_timeout={self.seconds:g} seconds"
-        return f"{where}{whose} did not return {why}. {_MEND}"
+        subject = "the environment" if self.environment is None else f"environment {self.environment}"
+        place = "" if self.step is None else f"At step {self.step} of the rollout, "
+        reason = "before the process had to exit" if self.is_ending else f"within step_timeout={self.seconds:g} seconds"
+        return f"{place}{subject} did not return {reason}. {_REMEDY}"
 
 
 class _Watchdog:
     """A thread that ends the process if a call does not return."""
 
     def __init__(self) -> None:
-        self.tell: Callable[[str], object] = _write
+        self.handle_overdue: Callable[[str], object] = _write
         self._calls: list[ref[TimedCalls]] = []
         self._main = 0  # id of the main thread if signals can interrupt it
         self._signals = self._wakeup = -1  # ends of the wake-up pipe: Python writes signal numbers to it
 
     def add(self, calls: TimedCalls) -> None:
-        self._calls = [*(known for known in self._calls if known() is not None), ref(calls)]
+        self._calls = [*(reference for reference in self._calls if reference() is not None), ref(calls)]
         if self._signals < 0:
             self._signals, self._wakeup = os.pipe()
             threading.Thread(target=self._run, name="environment-watchdog", daemon=True).start()
@@ -133,21 +133,21 @@ class _Watchdog:
             # Unlike a handler, this works while the main thread is outside Python. Lightning can still set its handler.
             signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
 
-    def _alive(self) -> list[TimedCalls]:
-        return [calls for known in self._calls if (calls := known()) is not None]
+    def _live_calls(self) -> list[TimedCalls]:
+        return [calls for reference in self._calls if (calls := reference()) is not None]
 
     def _run(self) -> None:
         checked = monotonic()
         while True:
             if self._sees_sigterm():
-                for calls in self._alive():
+                for calls in self._live_calls():
                     calls.end_soon()
             # Pauses of the whole process do not count: an overdue call must have time to notice its interruption.
-            passed, checked = min(monotonic() - checked, 2 * _PERIOD), monotonic()
-            for calls in self._alive():
-                seconds = calls.overdue_seconds(passed)
+            elapsed, checked = min(monotonic() - checked, 2 * _PERIOD), monotonic()
+            for calls in self._live_calls():
+                seconds = calls.overdue_seconds(elapsed)
                 if seconds >= _GRACE:
-                    self.tell(calls.line())
+                    self.handle_overdue(calls.message())
                     if not calls.is_ending:
                         faulthandler.dump_traceback(2)
                     os._exit(128 + signal.SIGTERM if calls.is_ending else 1)
@@ -163,32 +163,32 @@ class _Watchdog:
         return bool(ready) and signal.SIGTERM in os.read(self._signals, 4096)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        for calls in self._alive():
+        for calls in self._live_calls():
             if calls.thread == self._main and calls.is_overdue():  # the call may have returned meanwhile
                 if calls.is_ending:
-                    _write(calls.line())
+                    _write(calls.message())
                     raise Terminated(128 + signal.SIGTERM)
-                raise OverdueError(f"it took more than step_timeout={calls.seconds:g} seconds")
+                raise OverdueError(f"the call took more than step_timeout={calls.seconds:g} seconds")
 
 
-def _write(line: str) -> None:
-    os.write(2, f"\nerror: {line}\n".encode())  # a progress bar may have left an incomplete line
+def _write(message: str) -> None:
+    os.write(2, f"\nerror: {message}\n".encode())  # a progress bar may have left an incomplete line
 
 
 _watchdog = _Watchdog()
 
 
-def _renew() -> None:
+def _replace_watchdog() -> None:
     global _watchdog
     _watchdog = _Watchdog()
 
 
-after_fork(_renew)
+after_fork(_replace_watchdog)
 
 
-def tell_by(tell: Callable[[str], object]) -> None:
-    """Send the message about a call that cannot be interrupted to ``tell`` instead of stderr."""
-    _watchdog.tell = tell
+def set_overdue_handler(handler: Callable[[str], object]) -> None:
+    """Send the message about a call that cannot be interrupted to ``handler`` instead of stderr."""
+    _watchdog.handle_overdue = handler
 
 
 class TimedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -212,11 +212,11 @@ class TimedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Step the environment; :meth:`TimedCalls.running` is inlined, because its block calls four functions."""
         calls = self._calls
         calls.environment, calls.step = position.environment, position.step
-        calls.thread, calls.begun = get_ident(), monotonic()
+        calls.thread, calls.started = get_ident(), monotonic()
         try:
             return self.env.step(action)
         finally:
-            calls.begun = math.inf
+            calls.started = math.inf
 
     def close(self) -> None:
         """Close the environment."""

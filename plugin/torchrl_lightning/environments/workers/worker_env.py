@@ -33,7 +33,7 @@ from torchrl_lightning.environments.env_errors import (
     guard_calls,
     reraise_as_env_error,
 )
-from torchrl_lightning.environments.workers.time_limits import OverdueError, TimedCalls, tell_by
+from torchrl_lightning.environments.workers.time_limits import OverdueError, TimedCalls, set_overdue_handler
 
 _PATIENCE = 5.0  # seconds for a process to close its environment
 Factory = Callable[[], gymnasium.Env[Any, Any]]
@@ -127,13 +127,13 @@ class WorkerVectorEnv(AsyncVectorEnv):
 
     def __init__(self, factories: Sequence[Factory], step_timeout: float | None = None) -> None:
         # Each process limits its own calls. This longer limit applies if a process cannot end its call.
-        self._waiting = None if step_timeout is None else TimedCalls(2 * step_timeout + _PATIENCE)
+        self._wait_limit = None if step_timeout is None else TimedCalls(2 * step_timeout + _PATIENCE)
         check_descriptors(len(factories), 2)  # a pipe and the sentinel of each process
         try:
             # copy=False: the caller copies each observation into its own memory immediately.
             with env_errors("close"):  # Gymnasium makes and closes one environment here
                 super().__init__(
-                    [partial(_guarded, factory, index) for index, factory in enumerate(factories)],
+                    [partial(_make_guarded, factory, index) for index, factory in enumerate(factories)],
                     copy=False,
                     context="spawn",
                     worker=partial(_run_environment, os.getpid(), is_main_thread()),
@@ -151,69 +151,69 @@ class WorkerVectorEnv(AsyncVectorEnv):
         try:
             super().reset_async(seed, options)
         except OSError as error:
-            raise self._dead() from error
+            raise self._exit_error() from error
 
     def reset_wait(self, timeout: float | None = None) -> Any:
         """Wait for the resets."""
         try:
-            with nullcontext() if self._waiting is None else self._waiting.running():
+            with nullcontext() if self._wait_limit is None else self._wait_limit.running():
                 return super().reset_wait(timeout)
         except OverdueError as error:
-            raise self._silent("reset") from error
+            raise self._timeout_error("reset") from error
         except (EOFError, OSError) as error:
-            raise self._dead() from error
+            raise self._exit_error() from error
 
     def step_async(self, actions: Any) -> None:
         """Send every process a step."""
         try:
             super().step_async(actions)
         except OSError as error:
-            raise self._dead() from error
+            raise self._exit_error() from error
 
     def step_wait(self, timeout: float | None = None) -> Any:
         """Wait for the steps."""
         try:
-            with nullcontext() if self._waiting is None else self._waiting.running():
+            with nullcontext() if self._wait_limit is None else self._wait_limit.running():
                 return super().step_wait(timeout)
         except OverdueError as error:
-            raise self._silent("step") from error
+            raise self._timeout_error("step") from error
         except (EOFError, OSError) as error:
-            raise self._dead() from error
+            raise self._exit_error() from error
 
     def _check_spaces(self) -> None:
         try:
             super()._check_spaces()
         except (EOFError, OSError) as error:
-            raise self._dead() from error
+            raise self._exit_error() from error
 
-    def _dead(self) -> EnvironmentFault:
+    def _exit_error(self) -> EnvironmentFault:
         """Return the fault that an ended process has sent, or a fault with the reason for its end."""
         ended = wait([process.sentinel for process in self.processes], _PATIENCE)
         if not self.error_queue.empty():
-            return self._told(1)
+            return self._receive_fault(1)
         index = next(index for index, process in enumerate(self.processes) if process.sentinel in ended)
         return WorkerFault(f"the process of environment {index} {exit_description(self.processes[index])}")
 
-    def _silent(self, call: str) -> EnvironmentFault:
+    def _timeout_error(self, call: str) -> EnvironmentFault:
         index = next((index for index, pipe in enumerate(self.parent_pipes) if not pipe.poll()), 0)
         end_processes(self.processes, 0.0)
         return WorkerFault(
-            f"the process of environment {index} did not return from {call} in time, and was ended. Mend the "
-            "environment, or give it more seconds by step_timeout of its recipe."
+            f"the process of environment {index} did not return from {call} in time and was terminated. Fix the "
+            "environment, or increase step_timeout of its recipe."
         )
 
     def _raise_if_errors(self, successes: Iterable[bool]) -> None:
         failed = [index for index, success in enumerate(successes) if not success]
         if failed:
             self._state = AsyncState.DEFAULT
-            raise self._told(len(failed))
+            raise self._receive_fault(len(failed))
 
-    def _told(self, count: int) -> EnvironmentFault:
+    def _receive_fault(self, count: int) -> EnvironmentFault:
         """Receive the faults of ``count`` failed processes, and return the fault of the first environment."""
-        told = sorted([self.error_queue.get(timeout=_PATIENCE) for _ in range(count)], key=itemgetter(0))
-        for index, *_ in told:
+        received = sorted([self.error_queue.get(timeout=_PATIENCE) for _ in range(count)], key=itemgetter(0))
+        for index, *_ in received:
             self.parent_pipes[index].close()
-        fault: EnvironmentFault = told[0][1]
+        fault: EnvironmentFault = received[0][1]
         return fault
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
@@ -226,10 +226,10 @@ class WorkerVectorEnv(AsyncVectorEnv):
             pipe.close()
         self.closed = True
         if not self.error_queue.empty():
-            raise self._told(1)
+            raise self._receive_fault(1)
 
 
-def _guarded(factory: Factory, index: int) -> gymnasium.Env[Any, Any]:
+def _make_guarded(factory: Factory, index: int) -> gymnasium.Env[Any, Any]:
     env = factory()
     guard_calls(env, index, checks=True)
     return env
@@ -251,31 +251,31 @@ def _run_environment(
     end_with_parent(parent, by_signal)
     # Ctrl-C reaches the whole process group; the parent ends the processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faults: Any = _Faults(errors)
+    fault_queue: Any = _FaultQueue(errors)
 
-    def tell(line: str) -> None:
-        faults.put((index, WorkerFault, WorkerFault(line), ""))
+    def report_overdue(message: str) -> None:
+        fault_queue.put((index, WorkerFault, WorkerFault(message), ""))
         errors.close()
         errors.join_thread()
         pipe.send((None, False))
 
-    tell_by(tell)
+    set_overdue_handler(report_overdue)
     try:
         env = factory()
     except Exception as error:
-        faults.put((index, type(error), error, ""))
+        fault_queue.put((index, type(error), error, ""))
         pipe.recv()
         pipe.send((None, False))
         return
     steps: Any = StepPipe(pipe, env.action_space)
     try:
         with env_errors("close", index=index):
-            _async_worker(index, lambda: env, steps, parent_pipe, shared, faults, mode, semaphore)
+            _async_worker(index, lambda: env, steps, parent_pipe, shared, fault_queue, mode, semaphore)
     except EnvironmentFault as fault:
-        faults.put((index, type(fault), fault, ""))
+        fault_queue.put((index, type(fault), fault, ""))
 
 
-class _Faults:
+class _FaultQueue:
     """An error queue that sends faults of an environment instead of the exceptions that Gymnasium caught."""
 
     def __init__(self, errors: Any) -> None:

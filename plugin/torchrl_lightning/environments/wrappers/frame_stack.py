@@ -36,15 +36,15 @@ class FrameStack(gym.Wrapper[Any, Any, Any, Any]):
         }
         if not images:
             raise ValueError(
-                f"frame_stack={count} stacks images, but the environment observes {space}. Leave frame_stack out; "
-                "for vectors there is gymnasium.wrappers.FrameStackObservation among wrappers=."
+                f"frame_stack={count} needs an image in the observation, got {space}. Remove frame_stack; "
+                "for vectors use gymnasium.wrappers.FrameStackObservation in wrappers."
             )
         self._count = count
         self._frames: dict[str, deque[Any]] = {name: deque(maxlen=count) for name in images}
         self._axes = {name: stack_axis(entry.shape) for name, entry in images.items()}
         stacked = {
             name: spaces.Box(
-                self._joined(name, [entry.low] * count), self._joined(name, [entry.high] * count), dtype=entry.dtype
+                self._join(name, [entry.low] * count), self._join(name, [entry.high] * count), dtype=entry.dtype
             )
             for name, entry in images.items()
         }
@@ -54,23 +54,23 @@ class FrameStack(gym.Wrapper[Any, Any, Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode."""
         observation, info = self.env.reset(seed=seed, options=options)
-        return self._stacked(observation, self._count), info
+        return self._stack(observation, self._count), info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step the environment, and append its image to the stack."""
         observation, reward, terminated, truncated, info = self.env.step(action)
-        return self._stacked(observation, 1), reward, terminated, truncated, info
+        return self._stack(observation, 1), reward, terminated, truncated, info
 
-    def _stacked(self, observation: Any, times: int) -> Any:
+    def _stack(self, observation: Any, times: int) -> Any:
         for name, frames in self._frames.items():
             # A copy, because the environment may write its next image into the same memory.
             frames.extend([np.array(observation[name] if self._is_dict else observation)] * times)
-        images = {name: self._joined(name, frames) for name, frames in self._frames.items()}
+        images = {name: self._join(name, frames) for name, frames in self._frames.items()}
         return {**observation, **images} if self._is_dict else images[""]
 
-    def _joined(self, name: str, frames: Sequence[Any]) -> Any:
-        joined = np.stack if frames[0].ndim == 2 else np.concatenate
-        return joined(frames, self._axes[name])
+    def _join(self, name: str, frames: Sequence[Any]) -> Any:
+        join = np.stack if frames[0].ndim == 2 else np.concatenate
+        return join(frames, self._axes[name])
 
 
 def is_image(shape: Sequence[int]) -> bool:

@@ -10,9 +10,9 @@ from gymnasium import spaces
 
 from torchrl_lightning._core.keys import RESERVED, UNNAMEABLE, joined
 
-WITHIN = (
-    "Rename it within the environment, as torchrl.envs.GymWrapper(EnvironmentRecipe(id, rename=...)()) does for one of "
-    "Gymnasium's, or take that without TorchRL's wrapper."
+RENAME_REMEDY = (
+    "Rename it inside the environment. For a Gymnasium environment use torchrl.envs.GymWrapper(EnvironmentRecipe(id, "
+    "rename=...)()), or pass the environment without TorchRL's wrapper."
 )
 
 
@@ -39,17 +39,17 @@ class RenameObservation(gym.ObservationWrapper[Any, Any, Any]):
         super().__init__(env)
         space = env.observation_space
         if not isinstance(space, spaces.Dict):
-            raise ValueError(f"rename={dict(names)} names entries of a Dict, but the environment observes {space}.")
+            raise ValueError(f"rename={dict(names)} needs a Dict as the observation, got {space}. Remove rename.")
         paths: dict[str, tuple[Any, ...]] = {}
         for path in sorted((path for path, _ in entries_of(space)), key=len):
             paths.setdefault(joined(path), path)
         if missing := [name for name in names if name not in paths]:
             raise ValueError(
-                f"rename={dict(names)} names {missing}, which are not there; the environment observes {sorted(paths)}."
+                f"rename must name observed entries, {sorted(paths)}, got {dict(names)}: {missing} are missing."
             )
         self._names = {paths[old]: new for old, new in names.items()}
         self._nested = {path[:end] for path in self._names for end in range(1, len(path))}  # contain renamed entries
-        self._given = names
+        self._renames = names
         self._root = self._new_names(space, ())
         self.observation_space = self._renamed_space(space, ())
 
@@ -59,17 +59,17 @@ class RenameObservation(gym.ObservationWrapper[Any, Any, Any]):
             return self._renamed(observation, ())
         return {new: observation[name] for name, new in self._root.items()}
 
-    def _renamed(self, shown: Any, path: tuple[Any, ...]) -> Any:
+    def _renamed(self, observation: Any, path: tuple[Any, ...]) -> Any:
         return {
             self._names.get((*path, name), name): self._renamed(value, (*path, name))
             if (*path, name) in self._nested
             else value
-            for name, value in shown.items()
+            for name, value in observation.items()
         }
 
     def _new_names(self, space: spaces.Dict, path: tuple[Any, ...]) -> dict[Any, Any]:
         names = {name: self._names.get((*path, name), name) for name in space.spaces}
-        _refuse_twice(list(names.values()), self._given)
+        _check_unique(list(names.values()), self._renames)
         return names
 
     def _renamed_space(self, space: spaces.Space[Any], path: tuple[Any, ...]) -> spaces.Space[Any]:
@@ -92,31 +92,30 @@ def check_rename(rename: Any) -> dict[str, str]:
     """Validate and return the new names of entries: strings without duplicates or reserved names."""
     pairs = list(rename.items()) if isinstance(rename, Mapping) else None
     if pairs is None or not all(isinstance(new, str) and new for _, new in pairs):
-        raise TypeError(f"rename={rename!r} must give entries other names, such as {{reward: last_reward}}.")
+        raise TypeError(f"rename must map old to new names, such as {{reward: last_reward}}, got {rename!r}.")
     names = {str(old): new for old, new in pairs}
-    if taken := sorted((RESERVED | UNNAMEABLE).intersection(names.values())):
+    if reserved := sorted((RESERVED | UNNAMEABLE).intersection(names.values())):
         raise ValueError(
-            f"rename={rename} takes {', '.join(map(repr, taken))}, which a run or TorchRL keeps for itself; take "
-            "another."
+            f"rename must not use the reserved names {', '.join(map(repr, reserved))}, got {rename}. Choose others."
         )
-    _refuse_twice([new for old, new in names.items() if "." not in old], rename)
+    _check_unique([new for old, new in names.items() if "." not in old], rename)
     return names
 
 
-def new_names(shown: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
+def new_names(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
     """Return the final name of each entry; raise ValueError if an entry is missing or two have the same name."""
-    shown = list(shown)
-    if missing := [name for name in rename if name not in shown]:
+    names = list(names)
+    if missing := [name for name in rename if name not in names]:
         raise ValueError(
-            f"rename={dict(rename)} names {missing}, which are not there; the environment observes {sorted(shown)}."
+            f"rename must name observed entries, {sorted(names)}, got {dict(rename)}: {missing} are missing."
         )
-    names = {name: rename.get(name, name) for name in shown}
-    _refuse_twice(list(names.values()), rename)
-    return names
+    renamed = {name: rename.get(name, name) for name in names}
+    _check_unique(list(renamed.values()), rename)
+    return renamed
 
 
-def _refuse_twice(names: list[Any], rename: Mapping[str, str]) -> None:
-    if twice := sorted({repr(name) for name in names if names.count(name) > 1}):
+def _check_unique(names: list[Any], rename: Mapping[str, str]) -> None:
+    if duplicates := sorted({repr(name) for name in names if names.count(name) > 1}):
         raise ValueError(
-            f"rename={dict(rename)} gives two entries the name {', '.join(twice)}; give each one of its own."
+            f"rename must give each entry a different name, got {', '.join(duplicates)} twice after {dict(rename)}."
         )
