@@ -23,7 +23,7 @@ from kit.forks import Forked, forked_workers
 from kit.misbehaving import Fault, Misbehaving, insists
 from kit.processes import members
 from torchrl_lightning._core.processes import end_processes
-from torchrl_lightning.cli.error_messages import one_line
+from torchrl_lightning.cli.error_messages import exit_with_one_line
 from torchrl_lightning.collectors import AsynchronousCollector, GymnasiumCollector
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 
@@ -127,13 +127,13 @@ LACKS: dict[str, tuple[Exception, str]] = {
 @pytest.mark.parametrize("name", LACKS)
 def test_missing_system_resource_is_reported_in_one_line(name: str) -> None:
     error, message = LACKS[name]
-    with pytest.raises(SystemExit, match=rf"^error.*{message}"), one_line():
+    with pytest.raises(SystemExit, match=rf"^error.*{message}"), exit_with_one_line():
         raise error
 
 
 @pytest.mark.parametrize("error", [RuntimeError("another"), OSError(errno.EIO, "broken"), PermissionError(13, "no")])
 def test_other_errors_keep_their_traceback(error: Exception) -> None:
-    with pytest.raises(type(error)) as raised, one_line():
+    with pytest.raises(type(error)) as raised, exit_with_one_line():
         raise error
     assert raised.value is error
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import yaml
 
-from torchrl_lightning.cli.plot import bootstrapped
+from torchrl_lightning.cli.plot import bootstrap_interval
 from torchrl_lightning.plotting.figures import saved_panels
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def _processor_time() -> float:
 
 def middle_half(values: Sequence[float]) -> str:
     """Return the mean of the middle half of seeds' scores, and its interval."""
-    ends = np.ravel(bootstrapped(np.array(values)[:, None]))
+    ends = np.ravel(bootstrap_interval(np.array(values)[:, None]))
     return "{} ({} to {})".format(*(f"{end:.3g}" if abs(end) < 1000 else f"{end:.0f}" for end in ends))
 
 

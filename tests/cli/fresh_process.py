@@ -36,7 +36,7 @@ def imported_by_all_names() -> list[str]:
     import torchrl_lightning
     import torchrl_lightning.cli.evaluate
     import torchrl_lightning.cli.train
-    from torchrl_lightning.cli.command import quiet  # noqa: F401
+    from torchrl_lightning.cli.command import silence_libraries  # noqa: F401
 
     for name in torchrl_lightning.__all__:
         getattr(torchrl_lightning, name)

@@ -19,17 +19,17 @@ from torchrl_lightning.cli.train import train
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["+data=gae"], "error: +data=gae would add to what is there; select a group as data=gae."),
-        (["data.total_frames=-1"], "error: nothing would end this run; give data.total_frames=N"),
+        (["+data=gae"], "error: +data=gae would be merged into the selected option; select another one with data=gae."),
+        (["data.total_frames=-1"], "error: the run would never end; set data.total_frames=N"),
         (["data.env=nowhere:Nope-v0"], "of 'nowhere:Nope-v0' cannot be imported: No module named 'nowhere'. Install"),
         (
             ["ckpt_path=nowhere.ckpt"],
-            "error: ckpt_path=nowhere.ckpt is not a file; checkpoints lie in RUN/checkpoints/.",
+            "error: ckpt_path=nowhere.ckpt is not a file; checkpoints are in RUN/checkpoints/.",
         ),
-        (["--multirun", "seed=0,1", "trainer.strategy=ddp"], "take trainer.strategy=ddp_spawn"),
+        (["--multirun", "seed=0,1", "trainer.strategy=ddp"], "use trainer.strategy=ddp_spawn"),
         (
             ["~experiment", "data=offline", "model=dqn", "trainer.max_epochs=1"],
-            "error: data.dataset=demonstrations: demonstrations does not exist; name a",
+            "error: data.dataset=demonstrations: demonstrations does not exist. Name a",
         ),
     ],
 )
@@ -40,13 +40,15 @@ def test_mistake_is_named(arguments, message, run, tmp_path):
     assert not list((tmp_path / "run").glob("**/*.ckpt"))
 
 
-def test_id_over_a_recipe_in_an_experiment_is_explained(run, tmp_path):
+def test_environment_id_over_a_recipe_in_an_experiment_is_explained(run, tmp_path):
     (tmp_path / "experiment").mkdir()
     text = "# @package _global_\ndefaults: [override /env: recipe]\ndata: {env: Acrobot-v1, total_frames: 9}\n"
     (tmp_path / "experiment" / "mine.yaml").write_text(text)
     said = run("train", "--config-dir", str(tmp_path), "experiment=mine", expect=1).stderr
     assert said.startswith("error: in experiment/mine: ")
-    assert said.endswith("value: Acrobot-v1; say data.env: {id: NAME}, or choose another group, as env=cartpole.\n")
+    assert said.endswith(
+        "value: Acrobot-v1; set data.env: {id: NAME}, or select another group, such as env=cartpole.\n"
+    )
 
 
 NANS = """
@@ -59,7 +61,7 @@ gymnasium.register("Nans-v0", Nans, disable_env_checker=True)
 """
 
 
-def test_environment_that_fails_in_training_is_told_in_one_line(run, tmp_path):
+def test_environment_failure_in_training_exits_with_one_line(run, tmp_path):
     (tmp_path / "own_nans.py").write_text(NANS)
     said = run("train", "data.env=own_nans:Nans-v0", *TINY, "hydra.run.dir=run", expect=1).stderr
     assert "error: At step 0 of the rollout, environment 0 returned reward with nan, expected finite numbers." in said
@@ -67,22 +69,22 @@ def test_environment_that_fails_in_training_is_told_in_one_line(run, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["dqn", "a2c"])
-def test_experiment_that_nobody_asked_for_is_named_where_it_does_not_fit(model, run):
+def test_default_experiment_is_named_if_it_does_not_fit(model, run):
     chosen = ["data=uniform", f"model={model}"]
     said = run("train", *chosen, expect=1).stderr
     assert said == (
-        "error: in experiment/ppo_cartpole: data.num_epochs: there is no such setting; experiment=ppo_cartpole is "
-        "the default: leave it out by '~experiment' data.total_frames=N, or choose one that fits.\n"
+        "error: in experiment/ppo_cartpole: data.num_epochs: unknown setting; experiment=ppo_cartpole is "
+        "the default: remove it with '~experiment' data.total_frames=N, or select another one.\n"
     )
     said = run("train", *chosen, "experiment=ppo_cartpole", expect=1).stderr
-    assert said.startswith("error: in experiment/ppo_cartpole: data.num_epochs: there is no such setting")
+    assert said.startswith("error: in experiment/ppo_cartpole: data.num_epochs: unknown setting")
     assert "is the default" not in said
 
 
-def test_groups_that_run_with_the_experiment_are_told_of_it(run):
+def test_note_names_the_experiment_that_groups_run_with(run):
     done = run("train", "data=vanilla", "model=a2c", *TINY, "data.total_frames=128", "eval_episodes=1")
     assert "mean evaluation return" in done.stdout
-    assert "note: experiment=ppo_cartpole is composed in as well; '~experiment' leaves it out." in done.stderr
+    assert "note: experiment=ppo_cartpole is also selected; '~experiment' removes it." in done.stderr
 
 
 def test_checkpoint_of_another_run_is_refused(run, trained):
@@ -90,7 +92,7 @@ def test_checkpoint_of_another_run_is_refused(run, trained):
     done = run("train", *TINY, "data.env=Pendulum-v1", f"ckpt_path={checkpoint}", expect=1)
     assert f"error: {checkpoint} does not fit this run" in done.stderr
     assert "environment differs: id: CartPole-v1 in the checkpoint, Pendulum-v1 here" in done.stderr
-    assert "The run of that checkpoint was given: data.num_envs=4" in done.stderr
+    assert "The overrides of the checkpoint's run: data.num_envs=4" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -106,7 +108,7 @@ def test_checkpoint_of_another_run_is_refused(run, trained):
         ),
     ],
 )
-def test_what_of_a_checkpoint_does_not_fit_is_named(arguments, message, trained, tmp_path):
+def test_misfit_of_a_checkpoint_is_named(arguments, message, trained, tmp_path):
     checkpoint = trained[0] / "checkpoints" / "last.ckpt"
     cfg = composed_run(*TINY, *arguments, "logger=none", f"ckpt_path={checkpoint}", into=tmp_path / "run")
     with unchanged_process(), pytest.raises(UsageError, match=message):
@@ -119,7 +121,7 @@ def test_checkpoint_of_another_stream_is_refused(run, trained, tmp_path):
     torch.save(stored, tmp_path / "own.ckpt")
     groups = ["~experiment", "data=uniform", "model=dqn", "data.total_frames=512"]
     done = run("train", *groups, "ckpt_path=own.ckpt", expect=1)
-    assert "it holds OnPolicyDataModule, but this run has data=ReplayDataModule" in done.stderr
+    assert "it contains OnPolicyDataModule, but this run has data=ReplayDataModule" in done.stderr
 
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
@@ -146,7 +148,7 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for 
         ["--config-dir", "sent", "--multirun", "experiment=mine", "seed=0,1"],
     ],
 )
-def test_config_file_of_others_is_read_within_limits(given, text, told, run, tmp_path, monkeypatch):
+def test_foreign_config_file_is_read_within_limits(given, text, told, run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("sent", "sent/experiment", "sent/experiment/more"):
         Path(folder).mkdir()
@@ -165,4 +167,4 @@ def test_fifo_among_config_files_is_no_config(run, tmp_path):
     (tmp_path / "experiment").mkdir()
     os.mkfifo(tmp_path / "experiment" / "mine.yaml")
     said = run("train", "--config-dir", str(tmp_path), "experiment=mine", expect=1).stderr
-    assert said.startswith("error: experiment=mine: there is no such option")
+    assert said.startswith("error: experiment=mine: unknown option")

@@ -41,7 +41,7 @@ def test_table_is_large_enough():
 
 
 @pytest.mark.parametrize(("mistake", "now"), cases("command_line"))
-def test_mistake_on_the_command_line_is_told_in_one_line(mistake, now, run, here):
+def test_mistake_on_the_command_line_exits_with_one_line(mistake, now, run, here):
     name, *arguments = shlex.split(mistake)
     if any(said in mistake and find_spec(package) for said, package in {"wandb": "wandb", "ALE/": "ale_py"}.items()):
         pytest.skip("the extra is there")
@@ -52,7 +52,7 @@ def test_mistake_on_the_command_line_is_told_in_one_line(mistake, now, run, here
 
 
 @pytest.mark.parametrize(("mistake", "now"), cases("python"))
-def test_mistake_in_python_is_told_in_one_line(mistake, now, here, monkeypatch):
+def test_mistake_in_python_raises_one_line(mistake, now, here, monkeypatch):
     monkeypatch.setattr(warnings, "warn", lambda *_, **__: None)
     with unchanged_process(), pytest.raises(Exception) as error:  # noqa: PT011
         exec(mistake, {})
@@ -67,12 +67,12 @@ YAML = "# @package _global_\ndefaults: [{defaults}]\n{settings}\n"
 @pytest.mark.parametrize(
     ("defaults", "settings", "now"),
     [
-        ("override /data: gea", "", "data=gea: there is no such option; did you mean gae?"),
+        ("override /data: gea", "", "data=gea: unknown option; did you mean gae?"),
         ("override /dat: gae", "", "in experiment/mine: ...'dat'...; did you mean data?"),
         (
             "",
             "data: {buffer: {gama: 1}}",
-            "in experiment/mine: data.buffer.gama: there is no such setting; did you mean data.buffer.gamma?",
+            "in experiment/mine: data.buffer.gama: unknown setting; did you mean data.buffer.gamma?",
         ),
         ("", "seed: [", "while parsing a flow..."),
         (
@@ -82,7 +82,7 @@ YAML = "# @package _global_\ndefaults: [{defaults}]\n{settings}\n"
         ),
     ],
 )
-def test_mistake_in_a_file_is_told_with_the_file(defaults, settings, now, run, tmp_path):
+def test_mistake_in_a_file_is_named_with_the_file(defaults, settings, now, run, tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(YAML.format(defaults=defaults, settings=settings))
     said = run("train", "--config-dir", str(tmp_path), "experiment=mine", expect=1).stderr
@@ -95,7 +95,7 @@ def test_setting_of_the_users_that_others_interpolate_may_be_added(run):
 
 
 @pytest.mark.parametrize(("command", "argument"), [("train", "--help"), ("plot", ".")])
-def test_pipe_that_nobody_reads_on_ends_in_silence(command, argument, tmp_path):
+def test_closed_pipe_exits_silently(command, argument, tmp_path):
     write_run(tmp_path / "run", points=2)
     script = (
         f"import os, sys; sys.argv = ['x', '{argument}']; reader, writer = os.pipe(); os.close(reader); "

@@ -30,7 +30,7 @@ def test_checkpoint_is_played_and_its_returns_drawn(trained, run, tmp_path):
     ],
     ids=["alone", "a share of each batch"],
 )
-def test_what_learnt_from_data_is_played_without_them(kind, run, tmp_path):
+def test_offline_policy_is_played_without_its_data(kind, run, tmp_path):
     recorded(tmp_path / "shown")
     tiny = ["model.network.hidden_sizes=[8]", "data.batch_size=16", "data.updates_per_epoch=4"]
     end = ["trainer.max_epochs=1", "data.eval_episodes=1", "eval_episodes=1", "logger=none", "hydra.run.dir=learnt"]
@@ -43,11 +43,11 @@ def test_what_learnt_from_data_is_played_without_them(kind, run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "error: no checkpoint given; say ckpt_path=RUN, or ckpt_path=RUN/checkpoints/last.ckpt."),
+        ([], "error: no checkpoint given; set ckpt_path=RUN, or ckpt_path=RUN/checkpoints/last.ckpt."),
         (["ckpt_path=nowhere.ckpt"], "error: ckpt_path=nowhere.ckpt is not a file"),
         (["ckpt_path=."], "error: ckpt_path=. has neither checkpoints/best.ckpt nor checkpoints/last.ckpt. Use a run"),
         (["ckpt_path=other.ckpt"], "error: other.ckpt contains no config"),
-        (["episode=5"], "error: episode: there is no such setting; did you mean episodes?"),
+        (["episode=5"], "error: episode: unknown setting; did you mean episodes?"),
     ],
 )
 def test_mistake_is_named(arguments, message, run, tmp_path):

@@ -126,7 +126,7 @@ def refuses(tmp_path: Path, act: Any, message: str, form: str = "torch") -> None
         (lambda seen: torch.full((len(seen), 2), float(seen.sum())), "cannot be traced by torch.export: "),
     ],
 )
-def test_what_cannot_be_exported_is_one_line_and_nothing_is_written(act, message, tmp_path):
+def test_unsupported_export_exits_with_one_line_and_writes_nothing(act, message, tmp_path):
     refuses(tmp_path, act, message)
 
 
@@ -135,7 +135,7 @@ def test_what_cannot_be_exported_is_one_line_and_nothing_is_written(act, message
     [
         (
             ["nowhere"],
-            "error: nowhere: there is no such file or folder; name a run, a checkpoint or a published",
+            "error: nowhere: file or folder not found; name a run, a checkpoint or a published",
         ),
         (["."], "error: . has neither checkpoints/best.ckpt nor checkpoints/last.ckpt. Use a run, or a checkpoint."),
     ],
@@ -146,16 +146,16 @@ def test_mistake_is_one_line(arguments, message, run):
     assert len(said.splitlines()) == 1
 
 
-def test_class_that_no_file_may_name_is_told_with_how_this_command_is_told_to_trust(folder, run, tmp_path):
+def test_refused_class_names_the_trust_option_of_this_command(folder, run, tmp_path):
     stored = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=False)
     stored[CONFIG]["model"]["network"] = {"_target_": "own.Class"}
     torch.save(stored, tmp_path / "theirs.ckpt")
     said = run("export", "theirs.ckpt", expect=1).stderr
     assert "'own.Class' is none of the classes" in said
-    assert said.endswith("if you trust whoever made it, say --trusted.\n")
+    assert said.endswith("if you trust its author, set --trusted.\n")
 
 
-def test_extra_that_is_missing_is_named(folder, run, monkeypatch, tmp_path):
+def test_missing_extra_is_named(folder, run, monkeypatch, tmp_path):
     monkeypatch.setattr("torchrl_lightning.deploy.export.find_spec", lambda name: None)
     save_pretrained(folder, tmp_path / "published")
     said = run("export", "published", "--format", "onnx", expect=1).stderr

@@ -43,7 +43,7 @@ def run(folder: Path, task: Any, value: str | None, *arguments: str) -> None:
 @pytest.mark.parametrize(
     "arguments", [[], ["--multirun", "seed=0,1"], ["--multirun", "seed=0", "hydra/launcher=joblib"]]
 )
-def test_job_and_its_processes_see_the_users_value_alone(value, arguments, tmp_path):
+def test_job_and_its_processes_see_only_the_users_value(value, arguments, tmp_path):
     def task(cfg: Any) -> float:
         child = subprocess.run([sys.executable, "-c", READ], capture_output=True, text=True, check=True)
         seen = f"{os.environ.get('HYDRA_FULL_ERROR')} {child.stdout.strip()}"

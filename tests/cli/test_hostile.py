@@ -161,7 +161,7 @@ def test_folder_of_a_run_vouches_for_nothing(settings, own_class):
     check_commands_refuse(own_class, settings)
 
 
-def test_of_ours_a_file_names_what_is_built_from_plain_values():
+def test_file_may_name_our_classes_that_are_built_from_plain_values():
     import torchrl_lightning
 
     named = {name for name in torchrl_lightning.__all__ if resolve_target(f"torchrl_lightning.{name}")}

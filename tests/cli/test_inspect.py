@@ -41,7 +41,7 @@ def test_run_without_a_checkpoint_shows_the_newest_buffer(run, capsys):
     assert page.is_file()
 
 
-def test_run_shows_the_buffer_that_its_checkpoint_refers_to_wherever_the_run_lies(run, capsys):
+def test_run_shows_the_buffer_of_its_checkpoint_in_any_folder(run, capsys):
     _checkpoint(run, snapshot={"folder": "/nowhere/rank_0", "run": "0123abcd", "name": "after_1_0000000a"})
     assert main([str(run)]) == 0
     assert "3 of 8 cells (38%)" in " ".join(capsys.readouterr().out.split())
@@ -73,14 +73,14 @@ def _foreign(run):
     [
         (_tear, "missing or truncated; name a run"),
         (_foreign, "is not a complete checkpoint of plain data"),
-        (lambda run: _checkpoint(run), "holds no buffer; train with data.checkpoint_buffer=inside"),
+        (lambda run: _checkpoint(run), "contains no buffer; train with data.checkpoint_buffer=inside"),
         (
             lambda run: _checkpoint(run, snapshot={"folder": "/x", "run": "../..", "name": "after_1_0000000a"}),
             "which we never wrote",
         ),
     ],
 )
-def test_what_is_torn_foreign_or_without_a_buffer_is_refused_by_one_line_with_the_mend(run, change, told):
+def test_damaged_foreign_or_empty_source_exits_with_one_line_and_a_remedy(run, change, told):
     change(run)
     with pytest.raises(SystemExit) as error:
         main([str(run)])
@@ -88,7 +88,10 @@ def test_what_is_torn_foreign_or_without_a_buffer_is_refused_by_one_line_with_th
     assert "\n" not in str(error.value)
 
 
-def test_path_that_is_not_there_and_an_empty_folder(tmp_path):
-    for path, told in ((tmp_path / "none", "there is no "), (tmp_path, "holds no checkpoint, no saved buffer")):
+def test_missing_path_and_empty_folder_are_refused(tmp_path):
+    for path, told in (
+        (tmp_path / "none", "none does not exist"),
+        (tmp_path, "contains no checkpoint, no saved buffer"),
+    ):
         with pytest.raises(SystemExit, match=told):
             main([str(path)])

@@ -115,7 +115,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Done]:
     return folder, run.relative_to(folder), done
 
 
-def test_every_command_inside_a_sentence_is_run_or_has_a_reason():
+def test_commands_inside_sentences_are_run_or_have_a_reason():
     run = [line for line in INLINE if not line.startswith(tuple(NOT_RUN))]
     assert all(line.startswith("torchrl-lightning-") for line in run), run
     assert len(run) >= 4
@@ -143,7 +143,7 @@ def test_command_inside_a_sentence_runs(line, first, monkeypatch, tmp_path):
         assert len(list(tmp_path.glob("cartpole/own-v0/data/main_data.hdf5"))) == 1
 
 
-def test_nothing_that_is_fenced_is_left_out():
+def test_fenced_blocks_are_all_tested():
     languages = re.findall(r"^```(\w*)\n.*?^```$", "\n".join(PAGES.values()), flags=re.MULTILINE | re.DOTALL)
     assert set(languages) == {"bash", "python", "py", "yaml", "text", "bibtex"}
     assert {name for name, page in PAGES.items() if fenced(page, "py")} == {name for name in PAGES if "from_" in name}
@@ -166,7 +166,7 @@ def test_page_is_short_says_what_it_is_for_and_leads_to_its_neighbours():
         assert name == "README" or re.fullmatch(NEIGHBOURS, last), name
 
 
-def test_every_link_leads_to_a_file_or_a_heading_and_the_readme_to_every_page():
+def test_links_lead_to_files_or_headings_and_the_readme_to_all_pages():
     for name, page in PAGES.items():
         folder = PROJECT if name == "README" else GUIDE
         for link in re.findall(r"\]\((?!https?://)([^)]*)\)", page):
@@ -180,7 +180,7 @@ def test_every_link_leads_to_a_file_or_a_heading_and_the_readme_to_every_page():
     assert pictures == {name for page in PAGES.values() for name in re.findall(r"(\w+\.(?:png|svg))\)", page)}
 
 
-def test_site_has_every_page_and_the_version_to_cite_is_ours():
+def test_site_has_all_pages_and_the_version_to_cite_is_ours():
     _, nav = (GUIDE.parent / "mkdocs.yml").read_text().split("\nnav:\n")
     pages = re.findall(r"[\w/]+\.md", nav)
     folder = sorted(str(path.relative_to(GUIDE)) for path in GUIDE.rglob("*.md"))
@@ -307,7 +307,7 @@ def shown(env: gymnasium.Env | EnvBase) -> object:
     return env.observation_spec if isinstance(env, EnvBase) else env.observation_space
 
 
-def test_own_environment_is_the_same_on_the_command_line_and_in_python(first, monkeypatch):
+def test_custom_environment_is_the_same_on_the_command_line_and_in_python(first, monkeypatch):
     folder, *_ = first
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)

@@ -17,7 +17,7 @@ def lines(figure):
     return {line.get_label(): np.asarray(line.get_xydata()) for line in figure.axes[0].get_lines()}
 
 
-def test_one_run_becomes_a_picture(tmp_path, figures):
+def test_single_run_is_drawn(tmp_path, figures):
     run = write_run(tmp_path / "ppo_cartpole" / "seed_0" / "2026-11-20_10-30-00")
     output = plot_runs([run], tmp_path / "pictures" / "curve.png")
     picture = imread(output)
@@ -115,7 +115,7 @@ def test_runs_without_the_metric_are_left_out_beside_others(tmp_path, caplog):
     assert "1 of 2 runs" in caplog.text
 
 
-def test_errors_say_what_there_is(tmp_path):
+def test_errors_list_the_existing_columns(tmp_path):
     run, output = write_run(tmp_path / "run"), tmp_path / "curve.png"
     (tmp_path / "empty").mkdir()
     (tmp_path / "words.csv").write_text("step,eval/return\n1,much\n")
@@ -126,9 +126,9 @@ def test_errors_say_what_there_is(tmp_path):
         (KeyError, r"no column eval/score in .*: eval/return, step, train/loss", [run], {"metric": "eval/score"}),
         (ValueError, "line 2: step='1', eval/return='much'", [tmp_path / "words.csv"], {}),
         (ValueError, "has no value of eval/return yet", [tmp_path / "young.csv"], {}),
-        (ValueError, "1 labels for 2 sources", [run, run], {"labels": ["one"]}),
-        (ValueError, "smooth=0", [run], {"smooth": 0}),
-        (ValueError, "band='wide'", [run], {"band": "wide"}),
+        (ValueError, "labels must have one entry for each of the 2 sources, got 1", [run, run], {"labels": ["one"]}),
+        (ValueError, "smooth must be at least 1 point, got 0", [run], {"smooth": 0}),
+        (ValueError, "band must be one of .*got 'wide'", [run], {"band": "wide"}),
         (ValueError, "no run given", [], {}),
     ):
         with pytest.raises(error, match=says):
@@ -169,7 +169,7 @@ def test_runs_are_told_apart_by_their_overrides_and_not_by_their_folder(tmp_path
     }
 
 
-def test_seed_that_was_run_again_is_no_second_seed(tmp_path, caplog):
+def test_repeated_seed_counts_once(tmp_path, caplog):
     runs = [keep(write_run(tmp_path / name, seed=i), seed=3) for i, name in enumerate(("b", "a"))]
     os.utime(runs[0] / "csv" / "metrics.csv", (1, 1))
     curves = [curve for source in (runs[0], tmp_path) for curve in read_source(source, "eval/return", "step")]

@@ -36,7 +36,7 @@ def far(observation):
 """
 
 
-def test_scripted_policy_is_recorded_beside_what_is_there(run, tmp_path):
+def test_scripted_policy_is_recorded_next_to_existing_files(run, tmp_path):
     (tmp_path / "planner.py").write_text(PLANNER)
     command = ["record", "policy=planner:act", "env=cartpole", "episodes=2", "directory=demos", "hydra.run.dir=run"]
     said = run(*command).stdout
@@ -57,11 +57,11 @@ def test_demonstrations_are_written_for_minari_once(run, tmp_path, monkeypatch):
     said = run(*command, "env=cartpole").stdout
     assert "minari:cartpole/own-v0: 2 episodes, mean return " in said
     assert minari.load_dataset("cartpole/own-v0").total_episodes == 2
-    assert "own-v0 exists; name another version" in run(*command, "env=cartpole", expect=1).stderr
+    assert "own-v0 exists. Name another version" in run(*command, "env=cartpole", expect=1).stderr
     assert "convert=demos needs dataset=minari:ID and its environment, env=NAME." in run(*command, expect=1).stderr
 
 
-def test_class_of_ones_own_takes_none_of_the_presets_settings(run, tmp_path):
+def test_own_class_takes_no_settings_of_the_presets(run, tmp_path):
     environment = "from gymnasium.envs.classic_control import CartPoleEnv\n\n\ndef made():\n    return CartPoleEnv()\n"
     (tmp_path / "planner.py").write_text(f"{environment}{PLANNER}")
     own = ["env=torchrl", "data.env.id._target_=planner.made"]
@@ -75,7 +75,7 @@ def test_checkpoint_is_recorded_in_the_environment_of_its_run(trained, run, tmp_
     assert "3 of 3 episodes recorded" in done.stdout
 
 
-def test_table_says_what_a_directory_holds_and_what_is_wrong(run, tmp_path):
+def test_table_lists_demonstrations_and_their_errors(run, tmp_path):
     (tmp_path / "planner.py").write_text(PLANNER)
     run("record", "policy=planner:act", "env=cartpole", "directory=demos", "hydra.run.dir=run")
     (tmp_path / "demos" / "torn.npz").write_bytes(b"PK")
@@ -85,16 +85,16 @@ def test_table_says_what_a_directory_holds_and_what_is_wrong(run, tmp_path):
     assert head.split() == ["file", "length", "return", "by", "environment", "recipe", "check"]
     assert ours.split()[3:] == ["agent", "CartPole-v1", "id", "whole"]
     assert other.split() == ["other.npz", "2", "1.5", "agent", "unknown", "unknown", "whole"]
-    assert "torn.npz was refused: it is no whole .npz file" in torn
+    assert "torn.npz was refused: it is not a complete .npz file" in torn
     ours, other = run("record", "table=demos", "env=cartpole", "hydra.run.dir=run").stdout.splitlines()[-3:-1]
     assert ours.endswith("fits")
     assert "[3]" in other
     (ours,) = run("record", "table=demos", "env=acrobot", "hydra.run.dir=run").stdout.splitlines()[-3:-2]
-    assert "was recorded with id='CartPole-v1', the environment has id='Acrobot-v1'; take" in ours
+    assert "was recorded with id='CartPole-v1', but the environment has id='Acrobot-v1'. Use" in ours
 
 
 CARTPOLE = {"policy": "planner:act", "data": {"env": "CartPole-v1"}}
-FAILED = r"all 2 episodes failed, .*; the best had a return of -200\. min_return= keeps by"
+FAILED = r"all 2 episodes failed, .*; the best had a return of -200\. min_return=NUMBER"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ FAILED = r"all 2 episodes failed, .*; the best had a return of -200\. min_return
         (True, 0.7, math.inf, None, 2),
     ],
 )
-def test_failures_are_told_and_kept_by_their_return_alone(told, reward, least, kept, failed, tmp_path, capsys):
+def test_failures_are_counted_and_recorded_only_by_min_return(told, reward, least, kept, failed, tmp_path, capsys):
     demos = [
         episode(length, reward, metadata={"success": length % 2 == 0})
         if told
@@ -128,24 +128,24 @@ def test_failures_are_told_and_kept_by_their_return_alone(told, reward, least, k
     if kept is None:
         return
     assert [read_demonstration(path).length for path in sorted(tmp_path.iterdir())] == kept
-    assert (f"; {failed} failed, as" in capsys.readouterr().out) == bool(failed)
+    assert (f"; {failed} failed, because" in capsys.readouterr().out) == bool(failed)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "nothing given; say either ckpt_path="),
+        ({}, "nothing given; set either ckpt_path="),
         ({"table": "demos", "policy": "planner:act"}, "policy and table given"),
-        ({"table": "nowhere"}, "table=nowhere: no demonstration is there"),
+        ({"table": "nowhere"}, "table=nowhere: the directory contains no demonstrations"),
         ({"ckpt_path": "nowhere.ckpt"}, r"ckpt_path=nowhere\.ckpt is not a file"),
-        ({"ckpt_path": "nowhere.ckpt", "data": {"env": "CartPole-v1"}}, "leave env= out"),
-        ({"policy": "planner:act"}, "policy=planner:act needs an environment; choose one as env=NAME"),
+        ({"ckpt_path": "nowhere.ckpt", "data": {"env": "CartPole-v1"}}, "remove env="),
+        ({"policy": "planner:act"}, "policy=planner:act needs an environment; select one with env=NAME"),
         ({"keyboard": True}, "keyboard=True needs an environment"),
         ({**CARTPOLE, "keyboard": True}, "policy and keyboard given"),
         ({**CARTPOLE, "policy": "planner"}, "policy=planner: expected MODULE:FUNCTION"),
         ({**CARTPOLE, "policy": "planner:none"}, "has no attribute 'none'"),
-        ({**CARTPOLE, "policy": "planner:bad"}, "policy=planner:bad returned 2, which is no action of"),
-        ({**CARTPOLE, "policy": "planner:half"}, r"returned 0\.5, which is no action of"),
+        ({**CARTPOLE, "policy": "planner:bad"}, "policy=planner:bad returned 2, which is not an action of"),
+        ({**CARTPOLE, "policy": "planner:half"}, r"returned 0\.5, which is not an action of"),
         ({**CARTPOLE, "data": {"env": "No-v0"}}, "data.env: Gymnasium does not know the environment 'No-v0'"),
         ({**CARTPOLE, "episodes": 0}, "episodes=0: expected a positive whole number"),
         ({**CARTPOLE, "min_return": "much"}, "min_return=much: expected a number or null"),
@@ -164,14 +164,14 @@ def test_mistake_is_named(settings, message, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_person_is_recorded(ends, tmp_path):
+def test_keyboard_episodes_are_recorded(ends, tmp_path):
     given = {"keyboard": True, "keys": {"a": 0, "d": 1}, "directory": str(tmp_path), "data": {"env": "CartPole-v1"}}
     cfg = OmegaConf.create({**OmegaConf.load(CONF_DIR / "record.yaml"), **given})
     episodes = [episode(7, is_human=True)] if ends else []
     with (
         unchanged_process(),
         mock.patch("torchrl_lightning.demonstrations.play_demonstrations", return_value=episodes) as play,
-        contextlib.nullcontext() if ends else pytest.raises(UsageError, match="no episode was played to its end"),
+        contextlib.nullcontext() if ends else pytest.raises(UsageError, match="no episode was completed"),
     ):
         assert record(cfg) == 1.0  # earned by its last step
     options = {"keys": {"a": 0, "d": 1}, "noop": 0, "seed": 1000, "clip_actions": False}
@@ -191,7 +191,7 @@ def test_actions_outside_of_the_bounds_are_refused_or_clipped(run, tmp_path):
     ]
     said = run(*command, expect=1).stderr
     assert said.startswith(
-        "error: policy=planner:far returned [7.0], which is no action of Box(-2.0, 2.0, (1,), float32)"
+        "error: policy=planner:far returned [7.0], which is not an action of Box(-2.0, 2.0, (1,), float32)"
     )
     assert "clip_actions=true" in said
     assert "1 of 1 episodes recorded" in run(*command, "clip_actions=true").stdout
@@ -213,13 +213,13 @@ def test_actions_outside_of_the_bounds_are_refused_or_clipped(run, tmp_path):
         ),
     ],
 )
-def test_clipping_is_asked_for_where_something_is_played(given, says):
+def test_clip_actions_is_refused_if_nothing_is_played(given, says):
     cfg = OmegaConf.create({**OmegaConf.load(CONF_DIR / "record.yaml"), **CARTPOLE, **given})
     with pytest.raises(UsageError, match=says):
         record(cfg)
 
 
-def test_choices_are_not_clipped(tmp_path, monkeypatch):
+def test_discrete_actions_are_not_clipped(tmp_path, monkeypatch):
     (tmp_path / "choosing.py").write_text(PLANNER)
     monkeypatch.syspath_prepend(tmp_path)
     given = {**CARTPOLE, "policy": "choosing:still", "clip_actions": True, "directory": str(tmp_path / "demos")}

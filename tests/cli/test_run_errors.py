@@ -15,7 +15,7 @@ from kit.actor_critic import fit, rollouts
 from torchrl_lightning import LastCheckpoint
 from torchrl_lightning._core.errors import UserError
 from torchrl_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
-from torchrl_lightning.cli.error_messages import one_line
+from torchrl_lightning.cli.error_messages import exit_with_one_line
 from torchrl_lightning.environments.env_errors import EnvironmentFault
 from torchrl_lightning.ray.cluster import ClusterFault, joined
 
@@ -31,7 +31,7 @@ def errors_in(stderr: str) -> str:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS])
 @pytest.mark.parametrize("where", ["checkpoint", "metrics"])
-def test_disk_that_takes_no_more_is_one_line(
+def test_full_disk_exits_with_one_line(
     number: int, where: str, run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
@@ -48,7 +48,7 @@ def test_disk_that_takes_no_more_is_one_line(
     assert "to resume" not in caplog.text
 
 
-def test_deleted_folder_is_one_line(
+def test_deleted_folder_exits_with_one_line(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     evaluated = LastCheckpoint.on_validation_end
@@ -60,12 +60,12 @@ def test_deleted_folder_is_one_line(
     monkeypatch.setattr(LastCheckpoint, "on_validation_end", delete)
     said = errors_in(run("train", *FEW, expect=1).stderr)
     assert "\n" not in said
-    assert f"the folder of the run, {tmp_path / 'run'}, was deleted or moved" in said
+    assert f"the run folder {tmp_path / 'run'} was deleted or moved" in said
     assert "to resume" not in caplog.text
 
 
 @pytest.mark.parametrize("entry", ["collector", "episodes", "rng"])
-def test_state_that_does_not_fit_is_one_line(entry: str, run: Any, tmp_path: Path) -> None:
+def test_incompatible_state_exits_with_one_line(entry: str, run: Any, tmp_path: Path) -> None:
     run("train", *FEW)
     path = tmp_path / "run" / "checkpoints" / "last.ckpt"
     stored = torch.load(path, weights_only=True)
@@ -114,7 +114,7 @@ def test_resuming_is_advised_if_it_can_succeed(
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_start_of_ray_that_fails_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_start_of_ray_exits_with_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray")
 
     def fail(**_: Any) -> None:
@@ -125,5 +125,5 @@ def test_start_of_ray_that_fails_is_one_line(error: Exception, monkeypatch: pyte
     with pytest.raises(ClusterFault, match=r"Ray could not be started .*ray stop --force") as raised:
         joined({"address": "local"})
     assert "\n" not in str(raised.value)
-    with pytest.raises(SystemExit, match=r"^error"), one_line():
+    with pytest.raises(SystemExit, match=r"^error"), exit_with_one_line():
         raise raised.value

@@ -52,7 +52,7 @@ def test_second_command_in_the_folder_of_a_run_changes_nothing(command, run, tmp
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate", "record"])
-def test_every_run_of_a_sweep_keeps_its_record(command, run, tmp_path):
+def test_runs_of_a_sweep_keep_their_records(command, run, tmp_path):
     run("train", *FEW, "hydra.run.dir=shared")
     arguments = {
         "train": FEW,
@@ -83,7 +83,7 @@ def test_run_that_is_refused_leaves_the_record_of_the_one_before(run, tmp_path):
     assert contents(tmp_path / "shared") == before
 
 
-def test_file_in_the_place_of_the_record_is_one_line(run, tmp_path):
+def test_file_instead_of_the_record_folder_exits_with_one_line(run, tmp_path):
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared" / ".hydra").write_text("mine")
     done = run("train", *FEW, "hydra.run.dir=shared", expect=1)
@@ -131,7 +131,7 @@ def test_link_in_the_place_of_the_lock_is_not_followed(target, run, tmp_path):
     (tmp_path / "sent" / ".hydra").mkdir(parents=True)
     (tmp_path / "sent" / ".hydra" / "lock").symlink_to(tmp_path / target)
     done = run("train", *FEW, "hydra.run.dir=sent", expect=1)
-    assert done.stderr.startswith("error: the folder of the run cannot be written to")
+    assert done.stderr.startswith("error: the run folder cannot be written to")
     assert len(done.stderr.splitlines()) == 1
     assert (tmp_path / "kept").read_text() == "kept"
     assert not (tmp_path / "missing").exists()

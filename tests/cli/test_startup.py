@@ -45,7 +45,7 @@ def started(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_nothing_heavy_is_imported_before_a_run_begins_and_help_takes_no_second(tmp_path):
+def test_heavy_modules_are_imported_late_and_help_is_fast(tmp_path):
     done = started("-c", SCRIPT.replace("HEAVY", repr(HEAVY)), folder=tmp_path)
     assert done.returncode == 0, done.stderr
 
@@ -62,7 +62,7 @@ def test_mistake_ends_a_process_with_status_one_and_one_line(fresh):
     assert [line[:5] for line in fresh.stderr.splitlines()] == ["error"]
 
 
-def test_what_our_runs_do_not_need_is_never_imported(fresh):
+def test_unneeded_modules_are_never_imported(fresh):
     assert json.loads(fresh.stdout)["imported"] == []
 
 

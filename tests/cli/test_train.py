@@ -120,14 +120,14 @@ def test_command_may_refer_to_other_settings(run):
         assert run("train", "~experiment", *own, *told, *more).stdout.count("2 updates") == 1
 
 
-def test_another_class_of_an_environment_gets_no_arguments_of_the_presets(run, tmp_path):
+def test_other_class_of_an_environment_gets_no_arguments_of_the_presets(run, tmp_path):
     other = ["env=torchrl", "data.env.id._target_=torchrl.envs.PendulumEnv", "data.env.time_limit=9"]
     run("train", *TINY, *other, "hydra.run.dir=run")
     there = yaml.safe_load((tmp_path / "run/.hydra/config.yaml").read_text())["data"]["env"]["id"]
     assert there == {"_target_": "torchrl.envs.PendulumEnv"}
 
 
-def test_every_logger_gets_the_resolved_settings_and_counts_in_frames(trained):
+def test_loggers_get_the_resolved_settings_and_count_in_frames(trained):
     folder, _ = trained
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for name in ("csv", "tensorboard"):
@@ -178,7 +178,7 @@ def test_profiled_run_without_an_evaluation_draws_its_training_returns(run, tmp_
     assert (tmp_path / "run" / "curve.png").exists()
 
 
-def test_torchs_threads_and_numpys_are_as_many_as_the_run_says(monkeypatch):
+def test_torch_and_numpy_use_the_configured_number_of_threads(monkeypatch):
     from threadpoolctl import threadpool_info
 
     from torchrl_lightning.cli import command
@@ -188,9 +188,9 @@ def test_torchs_threads_and_numpys_are_as_many_as_the_run_says(monkeypatch):
 
     before = torch.get_num_threads(), numpys()
     with ExitStack() as run:
-        monkeypatch.setattr(command, "behind", run)
+        monkeypatch.setattr(command, "cleanup", run)
         for number in (2, 1):
-            command.use_threads(number)
+            command.limit_threads(number)
             assert (torch.get_num_threads(), numpys()) == (number, {number})
     assert (torch.get_num_threads(), numpys()) == before
 

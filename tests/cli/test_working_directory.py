@@ -65,7 +65,7 @@ def run(folder: Path, name: str, *arguments: str, options: tuple[str, ...] = ())
     )
 
 
-def test_modules_of_the_working_directory_come_behind_installed_ones_and_the_users_own_is_found(sent):
+def test_working_directory_comes_after_installed_modules(sent):
     settings = ("policy=planner:act", "env=cartpole", "episodes=1", "min_return=0", "directory=demos")
     # As with `python -m`, Python itself puts the working directory first.
     done = run(sent, "record", *settings, "hydra.run.dir=out")
@@ -79,11 +79,11 @@ def test_modules_of_the_working_directory_come_behind_installed_ones_and_the_use
     ("name", "arguments", "told"),
     [
         ("plot", ["."], "no metrics.csv below"),
-        ("inspect", ["."], "holds no checkpoint"),
+        ("inspect", ["."], "contains no checkpoint"),
         ("export", ["."], "has neither checkpoints/best.ckpt"),
     ],
 )
-def test_commands_without_hydra_import_nothing_from_the_working_directory_either(sent, name, arguments, told):
+def test_commands_without_hydra_import_nothing_from_the_working_directory(sent, name, arguments, told):
     done = run(sent, name, *arguments, options=("-P",))  # as a console script, without the working directory
     assert done.returncode != 0
     assert told in done.stderr
@@ -99,7 +99,7 @@ print(repr(config.CACHE_DIR), repr(config.CACHE_LOCATOR_CLASSES), "evil" in sys.
 """
 
 
-def test_numba_takes_no_code_that_a_file_in_the_working_directory_names(tmp_path):
+def test_numba_runs_no_code_named_in_the_working_directory(tmp_path):
     # numba unpickles what it finds in its cache, and imports the classes that look for one.
     (tmp_path / ".numba_config.yaml").write_text("cache_dir: here\ncache_locator_classes: evil.Locator\n")
     (tmp_path / "evil.py").write_text("")

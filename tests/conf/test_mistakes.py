@@ -65,7 +65,7 @@ SETTINGS: dict[str, list[tuple[str, str]]] = {
             "expected Box",
         ),
         ("data.seed=${nowhere}", "data.seed: Interpolation key 'nowhere' not found"),
-        ("data.total_frames=-1", "nothing would end this run; give data.total_frames=N"),
+        ("data.total_frames=-1", "the run would never end; set data.total_frames=N"),
         ("model.clip_epsilon=-1", "model.clip_epsilon=-1.0: clip_epsilon must be above 0, got -1.0."),
         ("model.learning_rate=0", "model.learning_rate=0.0: learning_rate must be above 0, got 0.0."),
         ("model.max_grad_norm=-1", "model.max_grad_norm=-1.0: max_grad_norm must be above 0, got -1.0."),
@@ -120,9 +120,9 @@ SETTINGS: dict[str, list[tuple[str, str]]] = {
     ],
     # What is said of the groups themselves.
     "+trainer.max_epoch=3": [("", "trainer: Trainer.__init__() got an unexpected keyword argument 'max_epoch'")],
-    "model.learning_rate=???": [("", "the config has no value for model.learning_rate; give")],
+    "model.learning_rate=???": [("", "the config has no value for model.learning_rate; set")],
     "model.network=gru": [("", "model.network is 'gru', expected a config; select it as model/network=gru.")],
-    "model=default": [("", "model names no class (_target_); select one as model=NAME")],
+    "model=default": [("", "model must have a class (_target_); select one with model=NAME")],
     "model=dqn": [
         ("", "DQNModule does not learn from the OnPolicyDataModule; choose a stream for it, such as data=uni")
     ],

@@ -176,7 +176,7 @@ DEMONSTRATIONS = {
         foreign={"num_envs=3": partial(replay, 0, 2)},
         refuses=(
             Refusal(
-                "for 3 environments, asked for the steps of 5",
+                "starts must have 3 entries.*got 5",
                 methodcaller("__call__", np.ones(5, bool)),
                 empty=True,
             ),
@@ -185,7 +185,7 @@ DEMONSTRATIONS = {
         edited={
             "sampler state": (("sampler",), {}),
             "position 99 of demonstration": (("playing", 0, "position"), 99),
-            "whose steps are": (("playing", 0, "demonstration", "steps"), LONG_STEPS),
+            "must have equal shapes": (("playing", 0, "demonstration", "steps"), LONG_STEPS),
             "'env' is 3": (("playing", 0, "env"), 3),
         },
     ),
@@ -203,7 +203,11 @@ DEMONSTRATIONS = {
             Refusal("'state_value'", mining(with_nan("state_value")), empty=True),
             Refusal("'observation'.*NaN", mining(with_nan("observation")), empty=True),
             Refusal("Name it", mining(unnamed), empty=True),
-            Refusal(r"follows 2 environments, the rollout is \[1, 5\]", mining(lambda steps: steps[:1]), empty=True),
+            Refusal(
+                r"rollout must have the dimensions time and 2 environments, got \[1, 5\]",
+                mining(lambda steps: steps[:1]),
+                empty=True,
+            ),
         ),
     ),
     "PPODBuffer": Part(

@@ -141,11 +141,11 @@ def test_loggers_count_updates(cartpole, tmp_path):
 def test_data_that_do_not_fit_are_refused_before_training(cartpole, rows, tmp_path):
     steps = sum(map(len, rows))
     for data, message in [
-        (offline(tmp_path / "nowhere"), "nowhere does not exist; name a directory that holds demonstrations"),
-        (offline(cartpole, env="MountainCar-v0"), "holds no demonstration that can be used"),
+        (offline(tmp_path / "nowhere"), "nowhere does not exist. Name a directory of demonstrations"),
+        (offline(cartpole, env="MountainCar-v0"), "contains no usable demonstration"),
         (
             offline(cartpole, lambda num_envs: ExperienceBuffer(storage=RingStorage(8), num_envs=num_envs)),
-            rf"has {steps} steps in 6 episodes, but the buffer has max_size=8\. Give it a larger one",
+            rf"has {steps} steps in 6 episodes, but the buffer has max_size=8\. Increase max_size",
         ),
     ]:
         with pytest.raises(ValueError, match=message):

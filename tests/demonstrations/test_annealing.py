@@ -35,13 +35,13 @@ def test_phi_lasts_for_all_of_the_value_capacity() -> None:
     # Divided by the number of those that are left, it would be gone after 32 of 50 successes.
     annealing = DemonstrationAnnealing(50)
     assert [annealing.moved(0.0, k, 50 - k) for k in (0, 32, 49, 50, 60)] == [0.0, 0.64, 0.98, 1.0, 1.0]
-    assert [annealing.places(k) for k in (0, 32, 49, 50, 60)] == [50, 18, 1, 0, 0]
+    assert [annealing.remaining_capacity(k) for k in (0, 32, 49, 50, 60)] == [50, 18, 1, 0, 0]
     assert DemonstrationAnnealing(0).moved(0.0, 1, 0) == 1.0  # nothing is divided by no places
     assert DemonstrationAnnealing(0, "current").moved(0.5, 1, 0) == 0.5
 
 
 @pytest.mark.parametrize("schedule", ["linear", "current"])
-def test_no_probability_is_lost_where_rho_starts_at_nothing(schedule: str) -> None:
+def test_probability_sum_stays_constant_if_rho_starts_at_0(schedule: str) -> None:
     storage = DemonstrationStorage(5)
     sampler = DemonstrationSampler(0, 0.4)
     writer = DemonstrationWriter(storage, reward_threshold=1.0, annealing=schedule)
@@ -55,7 +55,7 @@ def test_no_probability_is_lost_where_rho_starts_at_nothing(schedule: str) -> No
         assert rho > before[0] or before[0] == 0.4
 
 
-def test_as_many_successes_as_value_demonstrations_move_all_of_phi() -> None:
+def test_current_schedule_moves_all_of_phi_after_one_success_per_value_demonstration() -> None:
     """A sum of ten times 0.1 is below 1 as a floating-point number."""
     for number in range(1, 300):
         annealing, moved = DemonstrationAnnealing(number, "current"), 0.0

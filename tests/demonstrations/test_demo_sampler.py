@@ -38,7 +38,7 @@ def test_draws_have_their_probabilities(annealed: float) -> None:
 
 
 @pytest.mark.parametrize(("share", "human"), [(0.0, 0.2), (0.1, 0.2), (0.5, 0.5), (1.0, 1.0)])
-def test_share_of_the_draws_is_kept_for_human_ones(share: float, human: float) -> None:
+def test_human_share_of_draws_is_human(share: float, human: float) -> None:
     storage = DemonstrationStorage(10)
     storage.replace([replace(rewarded(name="h"), is_human=True), *(rewarded(name=f"r{n}") for n in range(4))], [])
     found = draws(DemonstrationSampler(0.5, 0.0, generator=generator(), human_share=share), storage, 2000)
@@ -47,7 +47,7 @@ def test_share_of_the_draws_is_kept_for_human_ones(share: float, human: float) -
 
 
 @pytest.mark.parametrize("human", [True, False])
-def test_share_changes_no_draw_where_all_are_of_one_kind(human: bool) -> None:
+def test_human_share_changes_nothing_if_all_demonstrations_are_of_one_kind(human: bool) -> None:
     storage = DemonstrationStorage(10)
     storage.replace([replace(rewarded(name=f"r{n}"), is_human=human) for n in range(3)], [])
     found = [draws(DemonstrationSampler(0.5, generator=generator(), human_share=s), storage, 60) for s in (0.0, 0.9)]
@@ -79,7 +79,7 @@ def test_probabilities_of_values(alpha: float, values: list[float], expected: li
 @pytest.mark.parametrize(
     ("storage", "kinds"), [(filled(0), "ev"), (filled(2, ()), "er"), (filled(0, ()), "e"), (filled(1, (0.0,)), "erv")]
 )
-def test_empty_source_means_the_environment(storage: Any, kinds: str) -> None:
+def test_empty_storage_replays_nothing(storage: Any, kinds: str) -> None:
     found = draws(DemonstrationSampler(0.4, 0.4, generator=generator(1)), storage, 60)
     assert {name[0] for name in found} == set(kinds)
     # What the source holds changes no other draw.
@@ -88,12 +88,12 @@ def test_empty_source_means_the_environment(storage: Any, kinds: str) -> None:
 
 
 @pytest.mark.parametrize(("rho", "phi", "drawn"), [(1.0, 0.0, "r"), (0.0, 1.0, "v"), (0.0, 0.0, "e"), (0.7, 0.3, "rv")])
-def test_all_of_the_probability_or_none_of_it(rho: float, phi: float, drawn: str) -> None:
+def test_probabilities_0_and_1(rho: float, phi: float, drawn: str) -> None:
     found = draws(DemonstrationSampler(rho, phi, generator=generator()), filled(), 200)
     assert {name[0] for name in found} == set(drawn)
 
 
-def test_torchs_seed_decides_without_a_generator() -> None:
+def test_global_seed_is_used_without_a_generator() -> None:
     found = []
     for seed in (5, 5, 6):
         torch.manual_seed(seed)

@@ -13,7 +13,7 @@ def filled() -> DemonstrationStorage:
     return storage
 
 
-def test_how_they_ended_is_unknown_in_earlier_states() -> None:
+def test_ends_are_unknown_in_earlier_states() -> None:
     storage = filled()
     state = storage.state_dict()
     for earlier in (*state["reward"], *state["value"]):
@@ -23,7 +23,7 @@ def test_how_they_ended_is_unknown_in_earlier_states() -> None:
         assert (each.terminated, each.truncated, each.ends) == (None, None, (True, False))
 
 
-def test_serial_numbers_find_what_is_kept() -> None:
+def test_find_returns_the_stored_demonstration_of_a_serial_number() -> None:
     storage = filled()
     everyone = (*storage.reward_demonstrations, *storage.value_demonstrations)
     assert [storage.find(each.serial) for each in everyone] == [*everyone]  # type: ignore[arg-type]

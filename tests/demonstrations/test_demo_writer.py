@@ -104,7 +104,7 @@ EPISODES = st.tuples(
     threshold=st.sampled_from([None, 0.0, 1.0]),
     episodes=st.lists(EPISODES, max_size=20),
 )
-def test_it_keeps_what_its_twin_keeps(capacity: int, human: list[float], threshold: Any, episodes: list[Any]) -> None:
+def test_writer_equals_its_reference(capacity: int, human: list[float], threshold: Any, episodes: list[Any]) -> None:
     human = human[:capacity]
     given_ones = [rewarded(total, is_human=True, name="human") for total in human]
     storage, writer = build(capacity, *given_ones, reward_threshold=threshold)
@@ -145,7 +145,7 @@ def test_return_that_equals_a_demonstrations_is_a_success_in_any_order_of_reward
             assert writer.threshold == threshold
 
 
-def test_return_that_is_higher_by_rounding_alone_replaces_no_demonstration() -> None:
+def test_return_that_is_higher_only_by_rounding_replaces_no_demonstration() -> None:
     storage, writer = build(9, reward_threshold=0.5, cut_after_reward=False)
     totals = [demo(0.3, name="whole"), demo(0.1, 0.2, name="parts"), demo(0.2, 0.1, name="turned")]
     for each in sorted((each for each in totals), key=lambda each: each.total_reward):
@@ -170,7 +170,7 @@ def test_human_demonstrations_stay_when_a_better_one_comes() -> None:
     assert writer.threshold == 1.0
 
 
-def test_capacity_rule_protects_human_ones_and_no_others() -> None:
+def test_capacity_rule_protects_only_human_demonstrations() -> None:
     agent, human = rewarded(length=9, name="agent"), rewarded(length=8, is_human=True, name="human")
     storage, writer = build(3, agent, human)
     assert kept(storage)[0] == ["human", "agent"]
@@ -179,14 +179,14 @@ def test_capacity_rule_protects_human_ones_and_no_others() -> None:
     assert kept(storage)[0] == ["human", "a", "b"]
 
 
-def test_loading_raises_the_threshold_and_is_no_success() -> None:
+def test_loading_raises_the_threshold_without_counting_a_success() -> None:
     storage, writer = build(3)
     writer.load([rewarded(2.0), rewarded(3.0, is_human=True)])
     assert (writer.threshold, storage.successes, storage.annealed) == (2.0, 0, 0.0)
     assert writer.add(rewarded(1.0)) == "value"
 
 
-def test_what_follows_the_last_reward_is_cut_by_option() -> None:
+def test_steps_after_the_last_reward_are_cut_by_option() -> None:
     episode = demo(0.0, -1.0, 3.0, -1.0)
     for cut, length, total in ((True, 3, 2.0), (False, 4, 1.0)):
         storage, writer = build(cut_after_reward=cut)
@@ -196,7 +196,7 @@ def test_what_follows_the_last_reward_is_cut_by_option() -> None:
         assert (found.last_observation is not None) == cut
 
 
-def test_what_is_kept_is_a_copy() -> None:
+def test_stored_demonstration_is_a_copy() -> None:
     storage, writer = build()
     image = torch.zeros(1, 2, 2)
     steps = demo(1.0).steps.clone().set("image", image)
@@ -205,7 +205,7 @@ def test_what_is_kept_is_a_copy() -> None:
     assert not storage.reward_demonstrations[0].steps["image"].any()
 
 
-def test_replayed_one_that_is_offered_again_is_kept_twice() -> None:
+def test_replayed_demonstration_that_is_added_again_is_stored_twice() -> None:
     storage, writer = build()
     writer.add(rewarded())
     writer.add(storage.reward_demonstrations[0])
@@ -213,7 +213,7 @@ def test_replayed_one_that_is_offered_again_is_kept_twice() -> None:
     assert first.serial != second.serial
 
 
-def test_refresh_replaces_the_value_of_what_is_kept() -> None:
+def test_refresh_replaces_the_value_of_a_stored_demonstration() -> None:
     storage, writer = build(3, rewarded(is_human=True))
     for name in "ab":
         writer.add(rewarded(0.0, value=1.0, name=name))
@@ -242,9 +242,9 @@ def test_failed_call_changes_nothing(total: float, monkeypatch: pytest.MonkeyPat
         return *contents, storage.successes, storage.annealed, writer.state_dict()
 
     before = seen()
-    with pytest.raises(ValueError, match="is a human one"):
+    with pytest.raises(ValueError, match="is a human demonstration"):
         writer.add(rewarded(total, is_human=True))
-    with pytest.raises(ValueError, match="2 demonstrations and 1 human ones that are kept exceed the capacity 2"):
+    with pytest.raises(ValueError, match="2 new demonstrations and 1 stored human ones exceed the capacity 2"):
         writer.load([rewarded(), rewarded()])
     monkeypatch.setattr("torchrl_lightning.demonstrations.trajectory.replace", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):

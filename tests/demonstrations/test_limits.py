@@ -151,7 +151,7 @@ def test_episode_that_declares_more_than_the_limit_is_refused(
     check_refused(lambda: read_dataset("minari:cartpole/small-v0", "CartPole-v1"), "more than the limit of 4294967296")
 
 
-def test_minari_data_set_has_the_limit_that_is_given(minari_file: Path) -> None:
+def test_minari_data_set_is_read_within_its_limit(minari_file: Path) -> None:
     assert len(read_dataset("minari:cartpole/small-v0", "CartPole-v1", limit=1000)) == 2
     check_refused(
         lambda: read_dataset("minari:cartpole/small-v0", "CartPole-v1", limit=100), "more than the limit of 100"

@@ -105,7 +105,7 @@ def by_hand(rollout: TensorDict, storage: DemonstrationStorage, writer: Recorded
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_mining_is_what_one_does_by_hand(seed: int) -> None:
+def test_mining_equals_a_plain_loop_over_episodes(seed: int) -> None:
     torch.manual_seed(seed)
     whole, expected = episodes(60, seed), Recorded()
     by_hand(whole, expected.storage, expected)
@@ -152,7 +152,7 @@ def test_collected_run_with_replays() -> None:
     assert [each.serial for each in storage.value_demonstrations] == [0, 1, 2, 3]
 
 
-def test_without_values_nothing_is_refreshed() -> None:
+def test_rollout_without_values_refreshes_no_demonstration() -> None:
     torch.manual_seed(0)
     writer = Recorded()
     miner = DemonstrationMiner(writer, ENVS, specs=SPECS)
@@ -163,7 +163,7 @@ def test_without_values_nothing_is_refreshed() -> None:
 
 @pytest.mark.parametrize("starts", [True, False])
 @pytest.mark.parametrize("lengths", [(30,), (7, 1, 12, 10)])
-def test_trajectories_that_are_cut_are_left_out(starts: bool, lengths: tuple[int, ...]) -> None:
+def test_cut_trajectories_are_skipped(starts: bool, lengths: tuple[int, ...]) -> None:
     data = episodes(30, 3)
     data["demo", "serial"].fill_(-1)
     steps = torch.arange(30).unsqueeze(1) + torch.arange(ENVS)

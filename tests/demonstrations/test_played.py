@@ -96,7 +96,7 @@ RECORDED = [
 
 
 @WAYS
-def test_demonstrations_end_as_they_were_recorded_side_by_side(way: str) -> None:
+def test_parallel_demonstrations_end_as_recorded(way: str) -> None:
     demos = [line_demo(last=7.0, **options) for options, _ in RECORDED]
     following = collected(way, 5, demos, 0, 1, 2, 3, None, num_envs=4)["next"]
     found = torch.cat([following["terminated"], following["truncated"]], -1)

@@ -22,7 +22,7 @@ from torchrl_lightning import (
     read_demonstration,
     write_demonstration,
 )
-from torchrl_lightning.cli.error_messages import one_line
+from torchrl_lightning.cli.error_messages import exit_with_one_line
 
 ENVS = 2
 
@@ -61,7 +61,7 @@ def mined(buffer: PPODBuffer) -> list[tuple[int, float]]:
     return [(each.length, each.value) for each in buffer.value_demos]
 
 
-def test_initial_demonstrations_come_first_the_human_ones(tmp_path: Path) -> None:
+def test_initial_demonstrations_are_sorted_human_first(tmp_path: Path) -> None:
     buffer = attached(
         initial_human_demos_dir=saved(tmp_path / "human", episode(total=2.0), episode()),
         initial_agent_demos_dir=saved(tmp_path / "agent", episode(total=3.0, is_human=True)),
@@ -90,12 +90,15 @@ def test_start_without_usable_demonstrations_is_refused_in_a_line(tmp_path: Path
     human, agent = saved(tmp_path / "human", episode()), saved(tmp_path / "agent", episode(), episode())
     many = {"initial_human_demos_dir": human, "initial_agent_demos_dir": agent, "total_buffer_demo_capacity": 2}
     for options, says in (
-        ({"initial_human_demos_dir": f"{tmp_path}/none"}, "initial_human_demos_dir=.*none: .*none is no directory"),
-        ({"initial_human_demos_dir": f"{tmp_path}/broken"}, ".*broken holds no demonstration that can be used"),
-        (many, "There are 1 human and 2 agent demonstrations at start, more than total_buffer_demo_capacity=2"),
-        ({"demo_dtypes": {"Observation": torch.uint8}}, r"demo_dtypes saves Observation as torch\.uint8, but it holds"),
+        ({"initial_human_demos_dir": f"{tmp_path}/none"}, "initial_human_demos_dir=.*none: .*none is not a directory"),
+        ({"initial_human_demos_dir": f"{tmp_path}/broken"}, ".*broken contains no usable demonstration"),
+        (many, "total_buffer_demo_capacity must be .*1 human and 2 of the agent, got 2"),
+        (
+            {"demo_dtypes": {"Observation": torch.uint8}},
+            r"demo_dtypes must have a float dtype for Observation.*got torch\.uint8",
+        ),
     ):
-        with pytest.raises(SystemExit, match=f"^error: {says}"), one_line():
+        with pytest.raises(SystemExit, match=f"^error: {says}"), exit_with_one_line():
             attached(**options)
 
 
@@ -135,7 +138,7 @@ def test_documented_transitions_are_mined() -> None:
     assert mined(buffer) == [(2, 1.0), (2, 1.0), (2, 3.0), (2, 3.0)]
 
 
-def test_what_was_collected_is_mined_in_the_place_of_what_is_stored() -> None:
+def test_collected_rollout_is_mined_instead_of_the_stored_one() -> None:
     buffer, raw = attached(4), rollout((0.0, False), (1.0, True))
     buffer.insert_data_slice(raw.clone().apply_(lambda leaf: leaf.zero_() if leaf.is_floating_point() else leaf))
     buffer.hooks.on_collected(raw)
@@ -154,7 +157,7 @@ def test_several_critics_value_an_episode_by_their_mean() -> None:
     assert mined(buffer) == [(2, 3.0), (2, 4.0)]
 
 
-def test_rows_of_several_workers_are_followed_apart() -> None:
+def test_workers_have_separate_miners() -> None:
     buffer = attached(2, initial_reward_threshold=9.0)
     for worker, ends in ((0, False), (1, False), (0, True), (1, True)):
         data = rollout((0.0, False), (0.0, ends), value=float(worker), begins=not ends)
@@ -209,19 +212,17 @@ def test_episodes_whose_return_equals_the_threshold_anneal() -> None:
         assert buffer.metrics()["demos/phi"] < 0.4
 
 
-def test_what_finds_no_room_beside_those_of_the_start_is_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_late_demonstration_above_the_capacity_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     human = saved(tmp_path / "human", episode())
     options = {"initial_human_demos_dir": human, "supplementary_demos_dir": str(tmp_path / "late")}
     buffer = attached(2, **options, total_buffer_demo_capacity=1)
     write_demonstration(tmp_path / "late" / "late.safetensors", episode())
     learned_from(buffer, rollout((0.0, False), (0.0, False)))
-    assert [record.getMessage().partition(": ")[2][:20] for record in caplog.records] == ["1 demonstrations and"]
+    assert [record.getMessage().partition(": ")[2][:20] for record in caplog.records] == ["1 new demonstrations"]
     assert len(buffer.reward_demos) == 1
 
 
-def test_best_ones_are_saved_now_and_then(tmp_path: Path) -> None:
+def test_best_demonstrations_are_saved_at_intervals(tmp_path: Path) -> None:
     target = tmp_path / "best"
     buffer = attached(
         2,
@@ -256,7 +257,7 @@ def test_best_ones_are_saved_now_and_then(tmp_path: Path) -> None:
         buffer.save_demos()
 
 
-def test_annealing_and_capacity_can_be_asked_for() -> None:
+def test_annealing_and_capacity_rule_can_be_called() -> None:
     buffer = attached(total_buffer_demo_capacity=3, rho=0.1, phi=0.4, initial_reward_threshold=9.0)
     learned_from(buffer, rollout((0.0, True), (0.0, True), value=1.0))
     assert len(buffer.value_demos) == 2
@@ -281,7 +282,7 @@ def test_demonstration_is_drawn_for_an_environment(tmp_path: Path) -> None:
     assert buffer.sample_demo(0) is None
 
 
-def test_what_is_drawn_is_inserted_where_the_next_episode_begins(tmp_path: Path) -> None:
+def test_scheduled_demonstration_is_replayed_in_the_next_episode(tmp_path: Path) -> None:
     buffer = attached(initial_human_demos_dir=saved(tmp_path, episode()), rho=1.0, phi=0.0)
     assert buffer.replay is not None
     buffer.sample_demo(1)
@@ -376,7 +377,7 @@ def test_frame_skip_is_that_of_the_recipe() -> None:
         (2e-6, None, None),
     ],
 )
-def test_threshold_that_failures_reach_is_warned_of(
+def test_threshold_that_failures_reach_logs_a_warning(
     threshold: float | None,
     shown: float | None,
     from_return: str | None,
@@ -388,8 +389,8 @@ def test_threshold_that_failures_reach_is_warned_of(
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (from_return is not None)
     for message in said:
-        assert f"from a return of {from_return} on" in message
-        assert "set initial_reward_threshold" in message
+        assert f"the return {from_return}," in message
+        assert "Set initial_reward_threshold" in message
 
 
 @pytest.mark.parametrize(
@@ -422,7 +423,7 @@ def test_value_demonstrations_that_are_never_drawn_are_not_kept() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
-def test_share_of_human_demonstrations_that_are_not_there_is_announced(share: float, caplog: Any) -> None:
+def test_human_share_without_human_demonstrations_logs_a_warning(share: float, caplog: Any) -> None:
     with caplog.at_level(logging.WARNING):
         PPODBuffer(8, human_share=share, initial_reward_threshold=1.0).attach("CartPole-v1", ENVS)
     assert ["human_share=0.5 has no effect" in record.getMessage() for record in caplog.records] == [True] * bool(share)

@@ -15,7 +15,7 @@ FILES = sorted((PROJECT / "conf" / "demonstrations").glob("*/*"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_actions_earn_the_same_in_the_same_episode(path):
+def test_shipped_actions_earn_the_recorded_return(path):
     demonstration = read_demonstration(path)
     environment, seed = (demonstration.metadata[key] for key in ("environment", "seed"))
     module, _, name = environment.rpartition(":")
@@ -35,5 +35,5 @@ def test_actions_earn_the_same_in_the_same_episode(path):
         assert demonstration.rewards[:-1].eq(0).all()
 
 
-def test_there_are_some():
+def test_shipped_demonstrations_exist():
     assert {path.suffix for path in FILES} == {".safetensors"}

@@ -19,7 +19,7 @@ from torchrl_lightning import (
     record_demonstrations,
     write_demonstration,
 )
-from torchrl_lightning.cli.error_messages import one_line
+from torchrl_lightning.cli.error_messages import exit_with_one_line
 from torchrl_lightning.collectors import GymnasiumCollector
 from torchrl_lightning.demonstrations.io.demo_dataset import read_dataset
 from torchrl_lightning.demonstrations.task_check import recipe_metadata, recorded_recipe
@@ -48,26 +48,34 @@ def shown(recipe: EnvironmentRecipe, **options: Any) -> Any:
         (EnvironmentRecipe(named), EnvironmentRecipe(named), None),
         (EnvironmentRecipe(lambda: None), EnvironmentRecipe(ID), None),
         (EnvironmentRecipe(ID), EnvironmentRecipe(lambda: None), None),
-        (goal(), EnvironmentRecipe("Acrobot-v1"), f"with id='{ID}', the environment has id='Acrobot-v1'; take"),
-        (EnvironmentRecipe(named), EnvironmentRecipe(ID), "with id={'_target_': '.*test_task_check.named'}, the env"),
+        (goal(), EnvironmentRecipe("Acrobot-v1"), f"with id='{ID}', but the environment has id='Acrobot-v1'. Use"),
+        (
+            EnvironmentRecipe(named),
+            EnvironmentRecipe(ID),
+            "with id={'_target_': '.*test_task_check.named'}, but the env",
+        ),
         (EnvironmentRecipe(made), EnvironmentRecipe(ID), f"with id={{'_target_': 'gymnasium.*'_args_': \\['{ID}'\\]}}"),
         (
             goal(),
             goal(wrappers=[]),
-            "with wrappers=.*torchrl_lightning.GoalReward.*, the environment has no wrappers; ",
+            r"with wrappers=.*torchrl_lightning.GoalReward.*, but the environment has no wrappers\. ",
         ),
-        (goal(), goal(clip_reward=1), "without clip_reward, the environment has clip_reward=1.0; take"),
-        (goal(), goal(env_kwargs={"goal_velocity": 1}), "without env_kwargs, the environment has env_kwargs={'goal_"),
-        (goal(), goal(observe=[1, 0]), r"without observe, the environment has observe=\[1, 0\]"),
+        (goal(), goal(clip_reward=1), "without clip_reward, but the environment has clip_reward=1.0. Use"),
+        (
+            goal(),
+            goal(env_kwargs={"goal_velocity": 1}),
+            "without env_kwargs, but the environment has env_kwargs={'goal_",
+        ),
+        (goal(), goal(observe=[1, 0]), r"without observe, but the environment has observe=\[1, 0\]"),
         (
             goal(wrappers=[partial(ClipReward, max_reward=1)]),
             goal(wrappers=[partial(ClipReward, max_reward=2)]),
-            r"with wrappers\[0\].max_reward=1, the environment has wrappers\[0\].max_reward=2",
+            r"with wrappers\[0\].max_reward=1, but the environment has wrappers\[0\].max_reward=2",
         ),
         (
             goal(wrappers=[partial(TransformReward, func=abs)]),
             goal(),
-            r"with wrappers\[0\].*allow these by demon.*data.env",
+            r"with wrappers\[0\].*set demon.*data.env",
         ),
     ],
 )
@@ -107,12 +115,12 @@ def test_another_id_or_reward_is_refused_unless_allowed_by_name(recorded, here, 
         ),
     ],
 )
-def test_without_a_recipe_it_is_taken_as_ever(metadata):
+def test_demonstration_without_a_recipe_is_accepted(metadata):
     assert recorded_recipe(metadata) is None
     episode(metadata=metadata).fits(CARTPOLE, 1, EnvironmentRecipe(ID))
 
 
-def test_nothing_that_a_recorded_recipe_names_is_imported():
+def test_classes_in_a_recorded_recipe_are_not_imported():
     recipe = {"id": "no_such_module:Car-v0", "wrappers": [{"_target_": "no.such.module"}, "word"]}
     with pytest.raises(ValueError, match="id='Car-v0'"):
         episode(metadata={"recipe": json.dumps(recipe)}).fits(CARTPOLE, 1, EnvironmentRecipe(ID))
@@ -122,7 +130,7 @@ def left(step: Any) -> Any:
     return step.set("action", torch.zeros(step.batch_size, dtype=torch.int64))
 
 
-def test_what_is_recorded_or_mined_carries_the_recipe_into_every_run(tmp_path):
+def test_recorded_and_mined_demonstrations_contain_the_recipe(tmp_path):
     recipe = EnvironmentRecipe(ID, time_limit=5, clip_reward=0.5)
     (recorded,) = record_demonstrations(recipe, left, 1, seed=0)
     buffer = PPODBuffer(20, rho=0.0, phi=0.0, bootstrap=False, target_agent_demos_dir=str(tmp_path / "mined"))
@@ -137,17 +145,17 @@ def test_what_is_recorded_or_mined_carries_the_recipe_into_every_run(tmp_path):
         for each in read_dataset(folder, recipe):
             assert recorded_recipe(each.metadata) == asked
             assert each.metadata["environment"] == ID
-        reason = "was recorded with clip_reward=0.5, the environment has no clip_reward"
+        reason = "was recorded with clip_reward=0.5, but the environment has no clip_reward"
         ppod = PPODBuffer(20, initial_human_demos_dir=str(folder))
-        with pytest.raises(SystemExit, match=rf"^error: initial_human_demos_dir=.*{reason}"), one_line():
+        with pytest.raises(SystemExit, match=rf"^error: initial_human_demos_dir=.*{reason}"), exit_with_one_line():
             ppod.attach(ID, num_envs=1)
         ppod.attach(EnvironmentRecipe(ID, demonstrations_of=[ID]), num_envs=1)
         file = min(folder.glob("*.safetensors"))
         for dataset in (folder, file):
-            with pytest.raises(SystemExit, match=f"^error: dataset=.*{reason}"), one_line():
+            with pytest.raises(SystemExit, match=f"^error: dataset=.*{reason}"), exit_with_one_line():
                 read_dataset(dataset, ID)
         ppod.attach(EnvironmentRecipe(ID, clip_reward=0.5), num_envs=1)
         assert ppod.load_demo(file).length == 5
     data = ReplayDataModule(ID, buffer=ExperienceBuffer, dataset=tmp_path)
-    with pytest.raises(SystemExit, match=f"^error: dataset=.*{reason}"), one_line():
+    with pytest.raises(SystemExit, match=f"^error: dataset=.*{reason}"), exit_with_one_line():
         data.setup("fit")

@@ -26,14 +26,14 @@ def specs(**changes: Any) -> EnvironmentSpecs:
     return EnvironmentSpecs(Composite({key: each for key, each in entries.items() if each is not None}), action, 1)
 
 
-def test_it_tells_length_return_and_keys() -> None:
+def test_length_return_and_keys() -> None:
     found = demo(0.5, -0.25, 1.0)
     assert (found.length, found.total_reward, found.steps.batch_size) == (3, 1.25, torch.Size([3]))
     assert found.observation_keys == ["image", ("inner", "vector")]
     assert (found.value, found.is_human, found.frame_skip) == (-math.inf, False, 1)
 
 
-def test_nobody_changes_it() -> None:
+def test_steps_are_immutable() -> None:
     given, metadata = steps(), {"environment": "CartPole-v1"}
     found = Demonstration(given, metadata=metadata)
     given["more"], metadata["more"] = torch.zeros(3), "x"
@@ -45,14 +45,14 @@ def test_nobody_changes_it() -> None:
         found.value = 1.0  # type: ignore[misc]
 
 
-def test_shortened_keeps_what_followed() -> None:
+def test_truncate_keeps_the_next_observation() -> None:
     found = demo(0.0, 1.0, 0.0).truncate(2)
     assert found.length == 2
     assert found.last_observation is not None
     assert found.last_observation["inner", "vector"].tolist() == [2.0] * 3
     assert set(found.last_observation.keys()) == {"image", "inner"}
     assert found.truncate(2) is found
-    with pytest.raises(ValueError, match="has 2 steps, 3 of them"):
+    with pytest.raises(ValueError, match=r"length must be between 1 and 2.*got 3"):
         found.truncate(3)
 
 
@@ -70,14 +70,14 @@ def test_shortened_keeps_what_followed() -> None:
         ({"metadata": {"terminated": "later"}}, (True, False)),
     ],
 )
-def test_it_ends_as_it_was_recorded(options: dict[str, Any], ends: tuple[bool, bool]) -> None:
+def test_ends_equal_the_recorded_flags(options: dict[str, Any], ends: tuple[bool, bool]) -> None:
     found = Demonstration(steps(), **options)
     assert found.ends == found.with_value(value=1.0, serial=3).ends == found.copied().ends == ends
     assert found.truncate(3).ends == ends
     assert found.truncate(2).ends == (False, True)
 
 
-def test_it_fits_its_environment() -> None:
+def test_demonstration_fits_its_environment() -> None:
     found = Demonstration(steps(), frame_skip=4, name="a.npz")
     found.fits(specs(), frame_skip=4)
     with pytest.raises(ValueError, match=r"'a\.npz'.*frame_skip=4.*frame_skip=2"):
@@ -95,7 +95,7 @@ def test_it_fits_its_environment() -> None:
         (torch.tensor([[-1, 1], [1 + 1e-6, 0], [0, 0]]), Bounded(-1, 1, (2,))),  # but for rounding
     ],
 )
-def test_all_kinds_of_actions_fit(actions: torch.Tensor, spec: Any) -> None:
+def test_actions_of_all_spaces_fit(actions: torch.Tensor, spec: Any) -> None:
     Demonstration(steps(action=actions)).fits(specs(action=spec))
 
 
@@ -110,12 +110,15 @@ def test_action_outside_of_its_box_is_named_with_its_bounds(kind: torch.dtype) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"observation": Unbounded((5,))}, r"'observation' is \[4\] of float32 in each step, in the environment \[5\]"),
-        ({"observation": Unbounded((4,), dtype=torch.float64)}, r"environment \[4\] of float64; replay"),
-        ({"observation": None, "pixels": Unbounded((4,))}, "entries 'observation', the environment 'pixels'"),
-        ({"more": Unbounded((4,))}, "the environment 'more', 'observation'"),
-        ({"action": Unbounded((1,))}, r"'action' is \[\] of int64 in each step, in the environment \[1\] of float32"),
-        ({"action": Categorical(1)}, "'action' holds values from 0 to 1, which the environment's action space"),
+        ({"observation": Unbounded((5,))}, r"'observation' is \[4\] of float32 in each step, but \[5\]"),
+        ({"observation": Unbounded((4,), dtype=torch.float64)}, r"but \[4\] of float64 in the environment; replay"),
+        ({"observation": None, "pixels": Unbounded((4,))}, "entries 'observation', but the environment has 'pixels'"),
+        ({"more": Unbounded((4,))}, "the environment has 'more', 'observation'"),
+        ({"action": Unbounded((1,))}, r"'action' is \[\] of int64 in each step, but \[1\] of float32"),
+        (
+            {"action": Categorical(1)},
+            "'action' has values from 0 to 1, which are not all in the environment's action space",
+        ),
         ({"action": MultiCategorical([2, 2])}, "'action' is"),
     ],
 )

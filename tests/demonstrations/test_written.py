@@ -29,7 +29,7 @@ from torchrl_lightning import (
     transitions,
     write_dataset,
 )
-from torchrl_lightning.cli.error_messages import one_line
+from torchrl_lightning.cli.error_messages import exit_with_one_line
 from torchrl_lightning.demonstrations.io.demo_dataset import buffers_in
 from torchrl_lightning.environments import make_environment
 
@@ -174,7 +174,7 @@ def test_recipe_is_checked_when_it_is_read() -> None:
     recipe = EnvironmentRecipe("CartPole-v1", clip_reward=0.5)
     write_dataset("minari:clipped-v0", [episode(3)], recipe)
     assert len(read_dataset("minari:clipped-v0", recipe)) == 1
-    with pytest.raises(SystemExit, match=r"clip_reward=0.5"), one_line():
+    with pytest.raises(SystemExit, match=r"clip_reward=0.5"), exit_with_one_line():
         read_dataset("minari:clipped-v0", "CartPole-v1")
 
 
@@ -202,12 +202,15 @@ def test_buffer_that_keeps_each_frame_once_is_written_live(tmp_path: Path) -> No
     for found, steps in zip(read_dataset("minari:frames-v0", recipe), episodes_of(rollouts, 60), strict=True):
         assert torch.equal(found.steps["image"], steps["image"][..., -1:])
     frames.dumps(tmp_path / "frames")
-    with pytest.raises(SystemExit, match="it keeps each frame of a stack once; load it into its buffer"), one_line():
+    with (
+        pytest.raises(SystemExit, match=r"it stores each frame of a stack once\. Load it into its buffer"),
+        exit_with_one_line(),
+    ):
         write_dataset("minari:frames-v1", tmp_path / "frames", recipe)
 
 
 @pytest.mark.parametrize("what", ["there", "name", "kind", "none", "empty", "another", "flagless", "nowhere"])
-def test_what_cannot_be_written_is_one_line_and_leaves_nothing(what: str, own_data_sets: Path, tmp_path: Path) -> None:
+def test_failed_write_exits_with_one_line_and_leaves_no_files(what: str, own_data_sets: Path, tmp_path: Path) -> None:
     own_data_sets.mkdir()
     dataset, source, env, message = "minari:ab/own-v0", [episode(2)], "CartPole-v1", ""
     bare = ExperienceBuffer(storage=RingStorage(4))
@@ -217,45 +220,45 @@ def test_what_cannot_be_written_is_one_line_and_leaves_nothing(what: str, own_da
     match what:
         case "there":
             write_dataset(dataset, source, env)
-            message = r"own-v0 exists; name another version, or delete it by minari.delete_dataset\('ab/own-v0'\)"
+            message = r"own-v0 exists\. Name another version, or delete it with minari.delete_dataset\('ab/own-v0'\)"
         case "name":
-            dataset, message = "minari:../own-v0", r"'\.\./own-v0' is no name of a data set; it is NAME-v0 or"
+            dataset, message = "minari:../own-v0", r"must be NAME-v0 or NAMESPACE/NAME-v0, got '\.\./own-v0'"
         case "kind":
-            dataset, message = "own-v0", "expected minari:ID, such as minari:cartpole/own-v0"
+            dataset, message = "own-v0", "the name must be minari:ID, such as minari:cartpole/own-v0"
         case "none":
-            source, message = [], "there are no whole episodes to write"
+            source, message = [], "the source contains no complete episode"
         case "empty":
-            source, message = headless, "there are no whole episodes to write"
+            source, message = headless, "the source contains no complete episode"
         case "another":
             source = [episode(2), *read_dataset(recorded(tmp_path / "shown", "Acrobot-v1", third, 1), "Acrobot-v1")]
-            message = "was recorded with id='Acrobot-v1', the environment has id='CartPole-v1'"
+            message = "was recorded with id='Acrobot-v1', but the environment has id='CartPole-v1'"
         case "flagless":
-            source, message = bare, r"the buffer does not know where episodes end; it needs \('next', 'done'\)"
+            source, message = bare, r"the buffer must have the entry \('next', 'done'\)"
         case "nowhere":
             source, message = tmp_path / "nowhere", "nowhere does not exist"
     before = sorted(own_data_sets.rglob("*"))
-    with pytest.raises(SystemExit, match=message) as raised, one_line():
+    with pytest.raises(SystemExit, match=message) as raised, exit_with_one_line():
         write_dataset(dataset, source, env)
     assert len(str(raised.value).splitlines()) == 1
     assert sorted(own_data_sets.rglob("*")) == before
 
 
-def test_what_a_buffer_does_not_hold_is_named(own_data_sets: Path) -> None:
+def test_missing_buffer_entries_are_named(own_data_sets: Path) -> None:
     buffer = ExperienceBuffer(storage=RingStorage(20))
     fill(buffer, [episode(3)], CARTPOLE)
     others = {
         EnvironmentRecipe(
             "CartPole-v1", observe=[0, 1, 2]
-        ): r"holds 'observation' as \[4\], the environment shows \[3\]",
-        EnvironmentRecipe(CountedImages): r"the buffer holds no 'image', but \['action'",
+        ): r"'observation' must have the environment's shape \[3\], got \[4\] in the buffer",
+        EnvironmentRecipe(CountedImages): r"the buffer must contain the entry 'image', got \['action'",
     }
     for env, message in others.items():
-        with pytest.raises(SystemExit, match=message), one_line():
+        with pytest.raises(SystemExit, match=message), exit_with_one_line():
             write_dataset("minari:own-v0", buffer, env)
     assert not list(own_data_sets.iterdir())
 
 
-def test_of_a_nested_state_each_buffer_is_found() -> None:
+def test_nested_state_yields_all_its_buffers() -> None:
     buffer = ExperienceBuffer(storage=RingStorage(20))
     fill(buffer, [episode(3)], CARTPOLE)
     state = {"ranks": [{"buffer": buffer.state_dict()}], "mined": DemonstrationStorage(3).state_dict()}

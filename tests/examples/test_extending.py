@@ -39,7 +39,7 @@ def train(folder: Path, part: str, *settings: str) -> Done:
 def test_part_is_trained_resumed_and_evaluated(part, folder):
     done = train(folder, part, "hydra.run.dir=run")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("to resume or evaluate it, say trusted=true") == 1
+    assert done.stdout.count("to resume or evaluate it, set trusted=true") == 1
     resume = ("train", "--config-dir", ".", "ckpt_path=run/checkpoints/last.ckpt", "data.total_frames=512")
     evaluate = ("evaluate", "ckpt_path=run/checkpoints/last.ckpt", "episodes=2")
     for command in (resume, evaluate):

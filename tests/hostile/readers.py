@@ -20,7 +20,7 @@ from torchrl_lightning import (
     save_pretrained,
 )
 from torchrl_lightning._core.files import read_state
-from torchrl_lightning.cli.error_messages import one_line
+from torchrl_lightning.cli.error_messages import exit_with_one_line
 from torchrl_lightning.cli.evaluate import evaluate
 from torchrl_lightning.cli.record import record
 from torchrl_lightning.cli.train import train
@@ -45,7 +45,7 @@ def _composed(name: str, task: Callable[[Any], Any], setting: str) -> Reader:
     def read(path: Path, base: Base) -> None:
         cfg = base.settings[name]
         cfg[setting] = str(path)
-        with one_line():
+        with exit_with_one_line():
             task(cfg)
 
     return read
@@ -98,7 +98,7 @@ def _minari(path: Path, base: Base) -> None:
 def _record_table(path: Path, base: Base) -> None:
     cfg = base.settings["table"]
     cfg.table = str(path if path.is_dir() else path.parent)
-    with one_line():
+    with exit_with_one_line():
         record(cfg)
 
 

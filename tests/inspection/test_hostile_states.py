@@ -24,7 +24,7 @@ from torchrl_lightning import (
     write_demonstration,
 )
 from torchrl_lightning._core.files import MANIFEST, read_state, write_state
-from torchrl_lightning.cli.inspect import look, main
+from torchrl_lightning.cli.inspect import inspect_path, main
 from torchrl_lightning.inspection.report import Inspection, inspect_state
 
 COUNT = 150
@@ -222,7 +222,7 @@ def test_missing_rank_buffer_and_torn_demonstration_are_reported_beside_others(t
         {"ReplayDataModule": {"ranks": [{"snapshot": reference} for reference in references]}},
         tmp_path / "checkpoints/a.ckpt",
     )
-    inspection = look(tmp_path)
+    inspection = inspect_path(tmp_path)
     assert len(inspection.summaries) == 1
     assert [line.partition(" cannot")[0] for line in inspection.unreadable] == ["the buffer of rank 1"]
 
@@ -232,7 +232,7 @@ def test_missing_rank_buffer_and_torn_demonstration_are_reported_beside_others(t
     steps["next", "reward"] = torch.rand(5, 1)
     write_demonstration(demos / "a.safetensors", Demonstration(steps, terminated=True, truncated=False))
     (demos / "b\x1b[31m.safetensors").write_bytes(b"x")
-    inspection = look(demos)
+    inspection = inspect_path(demos)
     assert len(inspection.summaries) == len(inspection.unreadable) == 1
     assert r"b\x1b[31m.safetensors was refused" in show(inspection)
 

@@ -14,11 +14,11 @@ from typing import Any
 from torchrl_lightning.cli.working_directory import append_working_directory, leave_out_working_directory
 
 
-class _Behind(ExitStack, ContextDecorator):
+class _Cleanup(ExitStack, ContextDecorator):
     """Cleanup callbacks that restore the state of the process at the end of a task."""
 
 
-behind = _Behind()
+cleanup = _Cleanup()
 
 
 def run_command(name: str, task: Callable[[Any], float], *, resumes: bool = False) -> None:
@@ -30,22 +30,24 @@ def run_command(name: str, task: Callable[[Any], float], *, resumes: bool = Fals
     if {"--help", "-h"} & set(sys.argv[1:]):
         from torchrl_lightning.cli.config.help import help_text
 
-        with whole_output():
+        with flushed_output():
             print(help_text(name))
         return
     append_working_directory()
     from torchrl_lightning._core.run_names import register_run_name
     from torchrl_lightning.cli.config.compose import run_command_line
-    from torchrl_lightning.cli.error_messages import one_line, one_line_errors
-    from torchrl_lightning.cli.run_folder.folder import recorded
+    from torchrl_lightning.cli.error_messages import exit_with_one_line, one_line_errors
+    from torchrl_lightning.cli.run_folder.folder import with_run_record
 
     register_run_name()
-    with one_line():
-        run_command_line(name, one_line_errors(task if resumes else recorded(task)), sys.argv[1:], resumes=resumes)
+    with exit_with_one_line():
+        run_command_line(
+            name, one_line_errors(task if resumes else with_run_record(task)), sys.argv[1:], resumes=resumes
+        )
 
 
 @contextmanager
-def whole_output() -> Iterator[None]:
+def flushed_output() -> Iterator[None]:
     """Flush the output to a pipe, and exit silently if its reader has closed it, such as ``| head``."""
     try:
         yield
@@ -55,7 +57,7 @@ def whole_output() -> Iterator[None]:
         sys.exit(128 + signal.SIGPIPE)
 
 
-def use_threads(number: int) -> None:
+def limit_threads(number: int) -> None:
     """Limit torch and NumPy to a number of threads until the task ends."""
     import numpy  # noqa: F401  # threadpoolctl limits only loaded libraries
     import torch
@@ -63,15 +65,15 @@ def use_threads(number: int) -> None:
 
     from torchrl_lightning.environments.workers.threads import kept_threads
 
-    behind.enter_context(kept_threads())
+    cleanup.enter_context(kept_threads())
     torch.set_num_threads(number)
-    behind.enter_context(threadpool_limits(number, user_api="blas"))
+    cleanup.enter_context(threadpool_limits(number, user_api="blas"))
 
 
-def quiet() -> None:
+def silence_libraries() -> None:
     """Hide TorchRL's storage messages, Lightning's tips, and warnings about deliberate choices."""
     # Without this, a log file on a full disk causes a traceback for each line.
-    behind.callback(setattr, logging, "raiseExceptions", logging.raiseExceptions)
+    cleanup.callback(setattr, logging, "raiseExceptions", logging.raiseExceptions)
     logging.raiseExceptions = False
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         # Hydra's own handler already writes each message to the terminal and the log file. If Lightning was imported

@@ -1,7 +1,8 @@
 """Convert user errors to one line: the relevant line of Hydra's or OmegaConf's error, the nearest name, and a hint.
 
-:func:`reported` wraps Hydra's composition and start, :func:`one_line` wraps each task and all other commands. During a
-run, :func:`run_errors` reports a full disk, a deleted folder, and a checkpoint that cannot be restored.
+:func:`run_hydra` wraps Hydra's composition and start. :func:`exit_with_one_line` wraps each task and all other
+commands. During a run, :func:`run_errors` reports a full disk, a deleted folder, and a checkpoint that cannot be
+restored.
 """
 
 from __future__ import annotations
@@ -29,24 +30,26 @@ from torchrl_lightning._core.untrusted import MESSAGE_LIMIT, printable
 from torchrl_lightning._hydra.compat import options_parser
 from torchrl_lightning._hydra.paths import BASE_DIR, CONF_DIR, EXPORT_DIR
 
-SWEPT = "in the run "  # prefix of the note on an error in one run of a sweep
+SWEEP_NOTE = "in the run "  # prefix of the note on an error in one run of a sweep
 # Map a pattern in a message of Hydra or OmegaConf to a hint; KEY is the setting.
 _HINTS = {
-    "value for argument|Sweep parameters": "several values are a sweep: say --multirun, or put a list in [...], a text "
-    "in quotes",
-    "group override must be": "name an option of the group, or say KEY=[] if a run may lack it",
-    "subclass of EnvironmentRecipeSchema": "say data.env: {id: NAME}, or choose another group, as env=cartpole",
-    "is not a ListConfig": "say KEY=[VALUE]",
-    "Cannot merge DictConfig": "expected settings with names; choose them by their group, as GROUP=NAME",
-    "does not support deletion": "say KEY=null for the default, or KEY={_target_: CLASS}",
+    "value for argument|Sweep parameters": "several values need --multirun; write a list as [...], and a string in "
+    "quotes",
+    "group override must be": "select an option of the group, or use KEY=[] to select none",
+    "subclass of EnvironmentRecipeSchema": "set data.env: {id: NAME}, or select another group, such as env=cartpole",
+    "is not a ListConfig": "use KEY=[VALUE]",
+    "Cannot merge DictConfig": "expected named settings; select them by their group with GROUP=NAME",
+    "does not support deletion": "use KEY=null for the default, or KEY={_target_: CLASS}",
     "converted to Integer": "give a whole number",
     "converted to Float": "give a number",
-    "not a valid bool": "say true or false",
+    "not a valid bool": "use true or false",
     "is not Optional": "KEY needs a value",
-    "The value of": "say ~KEY to remove it, whatever its value is",
+    "The value of": "use ~KEY, without a value, to remove it",
 }
-_HINT_ON_SYNTAX = "a setting is one word, as ckpt_path=FILE, and in quotes with other characters, as 'NAME=\"VALUE\"'"
-_HINT_ON_DEFAULT = "is the default: leave it out by '~experiment' data.total_frames=N, or choose one that fits"
+_SYNTAX_HINT = (
+    "write a setting as one word, such as ckpt_path=FILE, and special characters in quotes, as in 'NAME=\"VALUE\"'"
+)
+_DEFAULT_HINT = "is the default: remove it with '~experiment' data.total_frames=N, or select another one"
 
 
 class UsageError(UserError):
@@ -60,42 +63,42 @@ def one_line_errors(task: Callable[[Any], float]) -> Callable[[Any], float]:
     """
 
     @wraps(task)
-    def plain_task(cfg: Any) -> float:
-        with one_line():
+    def one_line_task(cfg: Any) -> float:
+        with exit_with_one_line():
             return task(cfg)
 
-    return plain_task
+    return one_line_task
 
 
-def reported(step: Callable[[], Any]) -> Any:
+def run_hydra(function: Callable[[], Any]) -> Any:
     """Call a function, and end the program with one line if Hydra cannot compose or start a user's config."""
     from hydra.errors import HydraException, InstantiationException
     from yaml import YAMLError
 
-    with one_line():
+    with exit_with_one_line():
         try:
-            return step()
+            return function()
         except (UserError, InstantiationException):  # the task reports errors in its own config
             raise
         except HydraException as error:
             raise UsageError(format_hydra_error(error, sys.argv[1:])) from error
         except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
             frames = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-            if "plain_task" in frames or error.__cause__ is not None:  # from the task, here or in a sweep's process
+            if "one_line_task" in frames or error.__cause__ is not None:  # from the task, here or in a sweep's process
                 raise
             raise UsageError(format_hydra_error(error, sys.argv[1:])) from error
 
 
 @contextmanager
-def one_line() -> Iterator[None]:
+def exit_with_one_line() -> Iterator[None]:
     """End the program with one line on stderr, without a traceback, on a user error or Ctrl-C."""
     try:
         yield
     except (UserError, OSError, RuntimeError) as error:
-        said = str(error) if isinstance(error, UserError) else resource_error(error) or storage_error(error)
-        if said is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
+        message = str(error) if isinstance(error, UserError) else resource_error(error) or storage_error(error)
+        if message is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        sys.exit(f"error: {plain_message(said)}")
+        sys.exit(f"error: {plain_message(message)}")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)  # the shell's exit status for SIGINT
@@ -121,17 +124,19 @@ def read_options(arguments: Sequence[str]) -> Namespace:
         ['seed=0,1', 'data.num_envs=2']
     """
 
-    def refuse(message: str) -> None:
+    def raise_usage_error(message: str) -> None:
         raise UsageError(f"{message}.")
 
     parser = options_parser()
-    parser.error = refuse  # type: ignore[method-assign, assignment]
+    parser.error = raise_usage_error  # type: ignore[method-assign, assignment]
     options, others = parser.parse_known_intermixed_args(arguments)
-    for unknown in (each for each in others if each.startswith("-")):
+    for unknown in (argument for argument in others if argument.startswith("-")):
         flag, _, value = unknown.partition("=")
-        meant = nearest(flag, re.findall(r"--[\w-]+", parser.format_usage()))
-        hint = f"did you mean {meant}?" if meant else f"settings have no dashes: {flag.lstrip('-')}={value or 'VALUE'}."
-        raise UsageError(f"{unknown}: there is no such option; {hint}")
+        suggestion = nearest(flag, re.findall(r"--[\w-]+", parser.format_usage()))
+        hint = f"settings have no dashes: {flag.lstrip('-')}={value or 'VALUE'}."
+        if suggestion:
+            hint = f"did you mean {suggestion}?"
+        raise UsageError(f"{unknown}: unknown option; {hint}")
     return options
 
 
@@ -144,22 +149,24 @@ def format_hydra_error(error: Exception, arguments: Sequence[str]) -> str:
     """
     from hydra.errors import MissingConfigException
 
-    where = re.match(r"In '([\w/]+)':\s*", str(error))
-    file = where[1] if where is not None and "/" in where[1] else ""
+    location = re.match(r"In '([\w/]+)':\s*", str(error))
+    file = location[1] if location is not None and "/" in location[1] else ""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         group, _, option = error.missing_cfg_file.rpartition("/")
-        said = f"{group or '--config-name'}={option}: there is no such option"
+        line = f"{group or '--config-name'}={option}: unknown option"
         hint = did_you_mean(option, error.options or ())
         file = "" if any(re.match(rf"{group}[=@]", argument) for argument in arguments) else file
     elif isinstance(error, OSError) and error.filename is not None:
-        said = f"the folder of the run cannot be made: {error.filename}: {error.strerror}"
-        hint = "; name another one, as paths.log_dir=FOLDER or hydra.run.dir=FOLDER."
+        line = f"the run folder cannot be created: {error.filename}: {error.strerror}"
+        hint = "; set another one with paths.log_dir=FOLDER or hydra.run.dir=FOLDER."
     else:
-        said, hint = _line_and_hint(error, str(error)[where.end() if where is not None else 0 :], arguments)
+        line, hint = _line_and_hint(error, str(error)[location.end() if location is not None else 0 :], arguments)
         if file.startswith("experiment/") and not any("experiment" in argument for argument in arguments):
-            hint = f"; {file.replace('/', '=')} {_HINT_ON_DEFAULT}."
-    run = [f"{note}: " for note in vars(error).get("__notes__", ()) if note.startswith(SWEPT) and note != SWEPT]
-    return f"{''.join(run)}{f'in {file}: ' if file else ''}{said.rstrip('.')}{hint}"
+            hint = f"; {file.replace('/', '=')} {_DEFAULT_HINT}."
+    run_notes = [
+        f"{note}: " for note in vars(error).get("__notes__", ()) if note.startswith(SWEEP_NOTE) and note != SWEEP_NOTE
+    ]
+    return f"{''.join(run_notes)}{f'in {file}: ' if file else ''}{line.rstrip('.')}{hint}"
 
 
 def _line_and_hint(error: Exception, text: str, arguments: Sequence[str]) -> tuple[str, str]:
@@ -168,72 +175,74 @@ def _line_and_hint(error: Exception, text: str, arguments: Sequence[str]) -> tup
     from yaml import YAMLError
 
     if isinstance(error, OverrideParseException | YAMLError):
-        said = " ".join(text.split()).partition(" See https://")[0]
+        line = " ".join(text.split()).partition(" See https://")[0]
         if isinstance(error, YAMLError):
-            return said, "."
-        return said if error.override in said else f"{error.override}: {said}", f"; {_HINT_ON_SYNTAX}."
+            return line, "."
+        return line if error.override in line else f"{error.override}: {line}", f"; {_SYNTAX_HINT}."
     causes = (error, error.__cause__, error.__context__)
-    cause = next((each for each in causes if isinstance(each, OmegaConfBaseException)), None)
-    said = str(text if cause is None else cause).strip().partition("\n")[0]
-    groups = _groups()
-    if (quoted := re.search(r"(?:Could not (?:override|delete)|argument|parameters)[^']*'([^']+)'", text)) is not None:
-        key = quoted[1]
+    cause = next((candidate for candidate in causes if isinstance(candidate, OmegaConfBaseException)), None)
+    line = str(text if cause is None else cause).strip().partition("\n")[0]
+    groups = _config_groups()
+    quoted_key = re.search(r"(?:Could not (?:override|delete)|argument|parameters)[^']*'([^']+)'", text)
+    if quoted_key is not None:
+        key = quoted_key[1]
     elif cause is not None:
         key = str(cause.full_key or "")
     else:
         words = (argument.lstrip("+").partition("=") for argument in arguments)
         key = next((name for name, _, value in words if name in groups and "null" in value), "")
-    if (missing := re.match(r"Key '([^']+)' (?:is )?not in", said)) is not None:
-        key = key if missing[1] in key.split(".") else f"{key}.{missing[1]}"  # the missing key is inside a part's value
-        said = f"{key}: there is no such {'group' if '/' in key else 'setting'}"
-    said = said if key in said else f"{key}: {said}"
-    found = (hint.replace("KEY", key or "NAME") for part, hint in _HINTS.items() if re.search(part, said))
-    if (hint := next(found, None)) is not None:
-        return said, f"; {hint}."
-    if quoted is not None or isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return said, _did_you_mean(key, cause, groups)
-    return said, "."
+    if (missing_key := re.match(r"Key '([^']+)' (?:is )?not in", line)) is not None:
+        if missing_key[1] not in key.split("."):  # it is inside a part's value
+            key = f"{key}.{missing_key[1]}"
+        line = f"{key}: unknown {'group' if '/' in key else 'setting'}"
+    line = line if key in line else f"{key}: {line}"
+    hints = (hint.replace("KEY", key or "NAME") for part, hint in _HINTS.items() if re.search(part, line))
+    if (hint := next(hints, None)) is not None:
+        return line, f"; {hint}."
+    if quoted_key is not None or isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        return line, _did_you_mean(key, cause, groups)
+    return line, "."
 
 
 def _did_you_mean(key: str, cause: OmegaConfBaseException | None, groups: list[str]) -> str:
     """Return the hint for an unknown setting or group: the nearest name, the same name elsewhere, or its siblings."""
-    beside: Any = None if cause is None or "/" in key else cause.parent_node
-    settings = [] if beside is None else list(_settings(OmegaConf.to_container(beside._get_root())))
+    parent: Any = None if cause is None or "/" in key else cause.parent_node
+    settings = [] if parent is None else list(_setting_names(OmegaConf.to_container(parent._get_root())))
     names = [*settings, *groups]
     if key in names:  # the name exists, but the command misuses it
         return "."
     if nearest(key, names, 0.8) is None and settings:
-        if same := [name for name in settings if name.rpartition(".")[2] == key.rpartition(".")[2]]:
-            return f"; did you mean {' or '.join(same[:3])}?"
-        names = [str(name) for name in beside if not str(name).startswith("_")]
+        if same_name := [name for name in settings if name.rpartition(".")[2] == key.rpartition(".")[2]]:
+            return f"; did you mean {' or '.join(same_name[:3])}?"
+        names = [str(name) for name in parent if not str(name).startswith("_")]
     return did_you_mean(key, names)
 
 
-def _groups() -> list[str]:
+def _config_groups() -> list[str]:
     """Return the config groups that a command line can select."""
     folders = {path.parent for path in CONF_DIR.glob("**/*.yaml")}
     hidden = {CONF_DIR, *EXPORT_DIR.glob("**"), *BASE_DIR.glob("**")}
     return sorted(str(folder.relative_to(CONF_DIR)) for folder in folders - hidden)
 
 
-def _settings(node: object, before: str = "") -> Iterator[str]:
+def _setting_names(node: object, prefix: str = "") -> Iterator[str]:
     """Yield the full path of each setting in a config."""
     if not isinstance(node, dict):
-        yield before
+        yield prefix
         return
     for name, child in node.items():
-        yield from _settings(child, f"{before}.{name}" if before else str(name))
+        yield from _setting_names(child, f"{prefix}.{name}" if prefix else str(name))
 
 
-_ELSEWHERE = "name a folder elsewhere by paths.log_dir=FOLDER"
+_OTHER_FOLDER = "set another folder with paths.log_dir=FOLDER"
 _REMEDIES = {
-    errno.ENOSPC: f"Free space on the disk, or {_ELSEWHERE}.",
-    errno.EDQUOT: f"Free space within the quota, or {_ELSEWHERE}.",
-    errno.EFBIG: f"Raise the limit on the size of files (ulimit -f), or {_ELSEWHERE}.",
-    errno.EROFS: f"The filesystem is read-only: mount it for writing, or {_ELSEWHERE}.",
+    errno.ENOSPC: f"Free space on the disk, or {_OTHER_FOLDER}.",
+    errno.EDQUOT: f"Free space within the quota, or {_OTHER_FOLDER}.",
+    errno.EFBIG: f"Raise the limit on the size of files (ulimit -f), or {_OTHER_FOLDER}.",
+    errno.EROFS: f"The filesystem is read-only. Mount it for writing, or {_OTHER_FOLDER}.",
 }
 # Errors that loading an incompatible state raises.
-_RESTORING = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, OSError)
+_RESTORE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, OSError)
 
 
 def storage_error(error: BaseException) -> str | None:
@@ -241,19 +250,19 @@ def storage_error(error: BaseException) -> str | None:
 
     Examples:
         >>> print(storage_error(OSError(errno.EFBIG, "File too large", "last.ckpt")))
-        File too large: 'last.ckpt'. Raise the limit on the size of files (ulimit -f), or name a folder elsewhere by \
+        File too large: 'last.ckpt'. Raise the limit on the size of files (ulimit -f), or set another folder with \
 paths.log_dir=FOLDER.
     """
     remedy = _REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
     if not isinstance(error, OSError) or remedy is None:
         return None
-    said = str(error).removeprefix(f"[Errno {error.errno}] ").rstrip(".")
-    return f"{' '.join(said.split())}. {remedy}"
+    message = str(error).removeprefix(f"[Errno {error.errno}] ").rstrip(".")
+    return f"{' '.join(message.split())}. {remedy}"
 
 
 @contextmanager
 def run_errors(folder: Path, checkpoint: Any) -> Iterator[None]:
-    """Raise Fault if the files of a run fail during the run.
+    """Raise UserError if the files of a run fail during the run.
 
     Args:
         folder: The folder of the run.
@@ -263,29 +272,29 @@ def run_errors(folder: Path, checkpoint: Any) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except _RESTORING as error:
+    except _RESTORE_ERRORS as error:
         if isinstance(error, OSError):
             _check_folder(folder, error)
         if checkpoint is not None and storage_error(error) is None and _is_restoring(error):
-            said = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
+            message = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
             raise UserError(
-                f"{checkpoint} cannot be resumed: {said.rstrip('.')}. Take another checkpoint, or begin anew with its "
-                f"weights by init_from={checkpoint}."
+                f"{checkpoint} cannot be resumed: {message.rstrip('.')}. Choose another checkpoint, or start a new run "
+                f"from its weights with init_from={checkpoint}."
             ) from error
         raise
 
 
 def _check_folder(folder: Path, error: OSError) -> None:
-    """Raise Fault if the run's folder was deleted or became inaccessible during the run."""
-    where = str(error.filename or "")
-    if not (folder / ".hydra").is_dir() and (where.startswith(str(folder)) or error.errno == errno.ENOENT):
+    """Raise UserError if the run's folder was deleted or became inaccessible during the run."""
+    path = str(error.filename or "")
+    if not (folder / ".hydra").is_dir() and (path.startswith(str(folder)) or error.errno == errno.ENOENT):
         raise UserError(
-            f"the folder of the run, {folder}, was deleted or moved while the run was going on ({where}). Start the "
-            "run again, and leave its folder until it has ended."
+            f"the run folder {folder} was deleted or moved during the run ({path}). Start the run again, and keep its "
+            "folder until the end."
         ) from error
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE) and where.startswith(str(folder)):
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE) and path.startswith(str(folder)):
         raise UserError(
-            f"{where} cannot be written or read ({error.strerror}). Mend the folder or its disk, or {_ELSEWHERE}."
+            f"{path} cannot be written or read ({error.strerror}). Repair the folder or its disk, or {_OTHER_FOLDER}."
         ) from error
 
 

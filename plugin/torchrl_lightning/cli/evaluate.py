@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_lightning._core.import_stubs import import_libraries
 from torchrl_lightning._core.untrusted import printable
-from torchrl_lightning.cli.command import behind, quiet, run_command, use_threads
+from torchrl_lightning.cli.command import cleanup, limit_threads, run_command, silence_libraries
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -21,62 +21,64 @@ def main() -> None:
     run_command("evaluate", evaluate)
 
 
-@behind
+@cleanup
 def evaluate(cfg: DictConfig) -> float:
     """Rebuild the run of a checkpoint, play its policy and report its returns."""
     import_libraries()
     from omegaconf import OmegaConf
 
-    from torchrl_lightning.cli.config.instantiate import named
+    from torchrl_lightning.cli.config.instantiate import setting_errors
     from torchrl_lightning.cli.config.resume import check_checkpoint
     from torchrl_lightning.cli.error_messages import UsageError
     from torchrl_lightning.cli.train import summary
     from torchrl_lightning.collectors.video import check_renderable, record_video
 
-    quiet()
+    silence_libraries()
     if OmegaConf.is_missing(cfg, "ckpt_path"):
-        raise UsageError("no checkpoint given; say ckpt_path=RUN, or ckpt_path=RUN/checkpoints/last.ckpt.")
-    checkpoint, stored, run = run_of(cfg)
-    use_threads(min(run.get("torch_threads", 1), os.cpu_count() or 1))
-    data = rebuilt(checkpoint, run, "data", seed=cfg.seed)
-    model = rebuilt(checkpoint, run, "model")
-    with named(run, "data.env"):
+        raise UsageError("no checkpoint given; set ckpt_path=RUN, or ckpt_path=RUN/checkpoints/last.ckpt.")
+    checkpoint, stored, run = load_run(cfg)
+    limit_threads(min(run.get("torch_threads", 1), os.cpu_count() or 1))
+    data = rebuild_part(checkpoint, run, "data", seed=cfg.seed)
+    model = rebuild_part(checkpoint, run, "model")
+    with setting_errors(run, "data.env"):
         data.specs  # noqa: B018  # a property that builds the environment
     if cfg.video is not None:
         check_renderable(data.eval_env)
     check_checkpoint(checkpoint, stored, data, model, plays=True)
-    policy = policy_of(cfg, stored, model)
+    policy = build_policy(cfg, stored, model)
     try:
         frames = data.state_frames(stored[type(data).__qualname__])
     except (KeyError, IndexError, TypeError) as error:
-        raise UsageError(f"{checkpoint} does not say for how many frames it was trained; name another one.") from error
+        raise UsageError(
+            f"{checkpoint} does not store its number of training frames; choose another checkpoint."
+        ) from error
     data.setup("validate")
 
-    began = time.perf_counter()
+    start = time.perf_counter()
     try:
         episodes = data.evaluate(policy, cfg.episodes, deterministic=cfg.deterministic)
     finally:
         data.close()
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     if cfg.histogram is not None:
         draw_histogram(episodes["episode_return"], Path(cfg.histogram), checkpoint)
         print(f"histogram of returns: {cfg.histogram}")
     if cfg.video is not None:
-        film = Path(cfg.video) / f"seed_{cfg.seed}.mp4"
-        record_video(data.eval_env, policy, film, seed=cfg.seed, deterministic=cfg.deterministic)
-        print(f"video: {film}")
+        video_path = Path(cfg.video) / f"seed_{cfg.seed}.mp4"
+        record_video(data.eval_env, policy, video_path, seed=cfg.seed, deterministic=cfg.deterministic)
+        print(f"video: {video_path}")
     print(summary(episodes, (frames, "frames"), seconds))
     return float(episodes["episode_return"].mean())
 
 
-def run_of(cfg: DictConfig, trusting: str = "trusted=true") -> tuple[Path, dict[str, Any], Any]:
+def load_run(cfg: DictConfig, trust_option: str = "trusted=true") -> tuple[Path, dict[str, Any], Any]:
     """Return the path and content of the requested checkpoint, and its run's config, adapted to play on the CPU.
 
-    ``trusting`` is the option of this command that marks the checkpoint as trusted. Error messages quote it.
+    ``trust_option`` is the option of this command that marks the checkpoint as trusted. Error messages quote it.
     """
     from omegaconf import OmegaConf
 
-    from torchrl_lightning.cli.config.validate import is_trusted, read_stored
+    from torchrl_lightning.cli.config.validate import is_trusted, read_checkpoint_file
     from torchrl_lightning.cli.error_messages import UsageError
     from torchrl_lightning.deploy.loading import CONFIG, checkpoint_of, extract_config
 
@@ -85,11 +87,11 @@ def run_of(cfg: DictConfig, trusting: str = "trusted=true") -> tuple[Path, dict[
     except ValueError as error:
         raise UsageError(f"ckpt_path={error}.") from error
     trusted = is_trusted(cfg)
-    stored = read_stored(checkpoint)
+    stored = read_checkpoint_file(checkpoint)
     try:
         run = OmegaConf.create(extract_config(stored, checkpoint, "data", "model", trusted=trusted))
     except ValueError as error:
-        hint = f"; if you trust whoever made it, say {trusting}" if CONFIG in stored else ""
+        hint = f"; if you trust its author, set {trust_option}" if CONFIG in stored else ""
         raise UsageError(f"{error}{hint}.") from error
     threads = stored[CONFIG].get("torch_threads")
     run.torch_threads = threads if isinstance(threads, int) and threads >= 1 else 1
@@ -102,7 +104,7 @@ def run_of(cfg: DictConfig, trusting: str = "trusted=true") -> tuple[Path, dict[
     return checkpoint, stored, run
 
 
-def policy_of(cfg: DictConfig, stored: dict[str, Any], model: Any) -> Any:
+def build_policy(cfg: DictConfig, stored: dict[str, Any], model: Any) -> Any:
     """Return the policy of the requested checkpoint."""
     from torchrl_lightning.cli.error_messages import UsageError
     from torchrl_lightning.deploy.loading import extract_policy
@@ -113,7 +115,7 @@ def policy_of(cfg: DictConfig, stored: dict[str, Any], model: Any) -> Any:
         raise UsageError(str(error)) from error
 
 
-def rebuilt(checkpoint: Path, run: Any, key: str, **arguments: Any) -> Any:
+def rebuild_part(checkpoint: Path, run: Any, key: str, **arguments: Any) -> Any:
     """Build a part of a checkpoint's config; raise UsageError on any error, because the file is wrong."""
     from torchrl_lightning.cli.config.instantiate import build_part
     from torchrl_lightning.cli.error_messages import UsageError

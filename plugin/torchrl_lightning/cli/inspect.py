@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_lightning._core.untrusted import check_regular
-from torchrl_lightning.cli.command import behind, quiet, use_threads, whole_output
-from torchrl_lightning.cli.error_messages import UsageError, one_line
+from torchrl_lightning.cli.command import cleanup, flushed_output, limit_threads, silence_libraries
+from torchrl_lightning.cli.error_messages import UsageError, exit_with_one_line
 from torchrl_lightning.cli.working_directory import leave_out_working_directory
 
 if TYPE_CHECKING:
     from torchrl_lightning.inspection.report import Inspection
 
-_MEND = "name a run, one of its checkpoints, a folder of a saved buffer, or demonstrations"
+_REMEDY = "name a run, a checkpoint, a folder of a saved buffer, or demonstrations"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,43 +24,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     leave_out_working_directory()
     parser = argparse.ArgumentParser(
         prog="torchrl-lightning-inspect",
-        description="Look inside a buffer: its entries, episodes, ages and priorities, and what looks wrong. A run "
-        "that is still writing is read as it stands; nothing is changed, and no code in a file is run.",
+        description="Inspect a buffer: its entries, episodes, ages, priorities and suspicious values. The run may "
+        "still be active. Nothing is changed, and no code in a file is run.",
     )
     parser.add_argument(
-        "source", metavar="SOURCE", help="a run's folder, a checkpoint, the folder of a saved buffer, or demonstrations"
+        "source", metavar="SOURCE", help="a run folder, a checkpoint, the folder of a saved buffer, or demonstrations"
     )
-    parser.add_argument("--last", type=int, metavar="N", help="look at the newest N cells alone")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures and episodes there, too")
+    parser.add_argument("--last", type=int, metavar="N", help="inspect only the newest N cells")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures and episodes")
     options = parser.parse_args(argv)
-    with one_line():
+    with exit_with_one_line():
         inspect(options.source, options.last, options.html)
     return 0
 
 
-@behind
+@cleanup
 def inspect(source: str, last: int | None, html: Path | None) -> None:
     """Print the content of a source."""
     from rich.console import Console
 
-    quiet()
-    use_threads(1)
+    silence_libraries()
+    limit_threads(1)
     if last is not None and last < 1:
         raise UsageError(f"--last {last}: expected a whole number of at least 1.")
-    found = look(Path(source), last)
+    inspection = inspect_path(Path(source), last)
     if html is not None:
         try:
-            found.write_html(html)
+            inspection.write_html(html)
         except OSError as error:
-            raise UsageError(f"--html {html} cannot be written: {error.strerror}; name another file.") from error
-    with whole_output():
+            raise UsageError(f"--html {html} cannot be written: {error.strerror}; choose another file.") from error
+    with flushed_output():
         width = None if os.isatty(1) else 120
-        Console(width=width).print(found)
+        Console(width=width).print(inspection)
         if html is not None:
             print(f"page: {html}")
 
 
-def look(source: Path, last: int | None = None) -> Inspection:
+def inspect_path(source: Path, last: int | None = None) -> Inspection:
     """Inspect the buffer or demonstrations at a path.
 
     Raises:
@@ -69,23 +69,23 @@ def look(source: Path, last: int | None = None) -> Inspection:
     from torchrl_lightning.demonstrations.io.safetensors_files import SUFFIXES
 
     if not source.exists():
-        raise UsageError(f"there is no {source}; {_MEND}.")
+        raise UsageError(f"{source} does not exist; {_REMEDY}.")
     try:
         if not source.is_dir():
             check_regular(source)
         if source.is_dir():
-            return _in_folder(source, last)
+            return _inspect_folder(source, last)
         if source.suffix in SUFFIXES:
-            return _demonstrations([source], source)
-        return _in_checkpoint(source, source.parent.parent, last)
+            return _inspect_demonstrations([source], source)
+        return _inspect_checkpoint(source, source.parent.parent, last)
     except (ValueError, OSError) as error:
         if isinstance(error, UsageError):
             raise
-        said = str(error).rstrip(".")
-        raise UsageError(f"{said}." if ";" in said else f"{said}; {_MEND}.") from error
+        message = str(error).rstrip(".")
+        raise UsageError(f"{message}." if ";" in message else f"{message}; {_REMEDY}.") from error
 
 
-def _in_folder(folder: Path, last: int | None) -> Inspection:
+def _inspect_folder(folder: Path, last: int | None) -> Inspection:
     from torchrl_lightning._core.files import MANIFEST, read_state
     from torchrl_lightning.demonstrations.io.safetensors_files import SUFFIXES
     from torchrl_lightning.inspection.report import inspect_state
@@ -95,24 +95,24 @@ def _in_folder(folder: Path, last: int | None) -> Inspection:
     checkpoints = [*(folder / "checkpoints").glob("*.ckpt"), *folder.glob("*.ckpt")]
     if checkpoints:
         newest = max(checkpoints, key=lambda path: (path.stat().st_mtime_ns, path.name == "last.ckpt"))
-        return _in_checkpoint(newest, folder, last)
-    if saved := _newest_state(folder):  # a run without a checkpoint yet
-        return inspect_state(read_state(saved, streamed=True), saved, last=last)
+        return _inspect_checkpoint(newest, folder, last)
+    if newest_state := _newest_state(folder):  # a run without a checkpoint yet
+        return inspect_state(read_state(newest_state, streamed=True), newest_state, last=last)
     files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES and not path.name.startswith("."))
     if files:
-        return _demonstrations(files, folder)
-    running = " (a run writes its first at its first evaluation)" if (folder / ".hydra").is_dir() else ""
-    raise UsageError(f"{folder} holds no checkpoint{running}, no saved buffer and no demonstration; {_MEND}.")
+        return _inspect_demonstrations(files, folder)
+    running = " (a run writes the first one at its first evaluation)" if (folder / ".hydra").is_dir() else ""
+    raise UsageError(f"{folder} contains no checkpoint{running}, no saved buffer and no demonstration; {_REMEDY}.")
 
 
 def _newest_state(folder: Path) -> Path | None:
     from torchrl_lightning._core.files import MANIFEST
 
-    found = list(folder.glob(f"**/after_*/{MANIFEST}"))
-    return max(found, key=lambda path: path.stat().st_mtime_ns).parent if found else None
+    manifests = list(folder.glob(f"**/after_*/{MANIFEST}"))
+    return max(manifests, key=lambda path: path.stat().st_mtime_ns).parent if manifests else None
 
 
-def _in_checkpoint(path: Path, run: Path, last: int | None) -> Inspection:
+def _inspect_checkpoint(path: Path, run: Path, last: int | None) -> Inspection:
     """Inspect the buffer of each rank, inside a checkpoint or next to it."""
     from torchrl_lightning._core.files import read_state
     from torchrl_lightning.datamodules._run.snapshots import snapshot_of
@@ -123,33 +123,35 @@ def _in_checkpoint(path: Path, run: Path, last: int | None) -> Inspection:
     stored = read_checkpoint(path, mapped=True)
     state: dict[str, Any] = {key: stored[key] for key in stored if isinstance(key, str) and key.endswith("DataModule")}
     if not state:
-        raise UsageError(f"{path} was not written through one of our DataModules, so that it holds no buffer; {_MEND}.")
-    torn: list[str] = []
+        raise UsageError(
+            f"{path} contains no buffer, because it was written without a DataModule of this package; {_REMEDY}."
+        )
+    unreadable_parts: list[str] = []
     for data in state.values():
         ranks = data.get("ranks") if isinstance(data, dict) else None
-        for number, own in enumerate(ranks if isinstance(ranks, list | tuple) else ()):
-            if isinstance(own, dict) and isinstance(reference := own.get("snapshot"), dict):
+        for number, rank_state in enumerate(ranks if isinstance(ranks, list | tuple) else ()):
+            if isinstance(rank_state, dict) and isinstance(reference := rank_state.get("snapshot"), dict):
                 try:
-                    own["buffer"] = read_state(snapshot_of(reference, run / "buffer"), streamed=True)
+                    rank_state["buffer"] = read_state(snapshot_of(reference, run / "buffer"), streamed=True)
                 except (ValueError, OSError) as error:
-                    torn.append(unreadable(f"the buffer of rank {number}", error))
+                    unreadable_parts.append(unreadable(f"the buffer of rank {number}", error))
     try:
-        return inspect_contents([*contents_in(state, str(path), last), *torn], path)
+        return inspect_contents([*contents_in(state, str(path), last), *unreadable_parts], path)
     except NoBufferError as error:
-        raise UsageError(f"{path} holds no buffer; train with data.checkpoint_buffer=inside (or beside).") from error
+        raise UsageError(f"{path} contains no buffer; train with data.checkpoint_buffer=inside (or beside).") from error
 
 
-def _demonstrations(files: Sequence[Path], source: Path) -> Inspection:
+def _inspect_demonstrations(files: Sequence[Path], source: Path) -> Inspection:
     from torchrl_lightning.demonstrations.io.safetensors_files import read_demonstration
-    from torchrl_lightning.demonstrations.serialization import states_of
+    from torchrl_lightning.demonstrations.serialization import to_states
     from torchrl_lightning.inspection.buffer_views import demonstrations, unreadable
     from torchrl_lightning.inspection.report import inspect_contents
 
-    read, torn = [], []
+    readable, unreadable_parts = [], []
     for path in files:
         try:
-            read.append(read_demonstration(path))
+            readable.append(read_demonstration(path))
         except (ValueError, OSError, TypeError) as error:
-            torn.append(unreadable(str(path), error))
-    found = [demonstrations(states_of(read), str(source))] if read else []
-    return inspect_contents([*found, *torn], source)
+            unreadable_parts.append(unreadable(str(path), error))
+    views = [demonstrations(to_states(readable), str(source))] if readable else []
+    return inspect_contents([*views, *unreadable_parts], source)

@@ -13,7 +13,7 @@ import numpy as np
 
 from torchrl_lightning._core.run_metadata import SCORE
 from torchrl_lightning._core.untrusted import MESSAGE_LIMIT, printable
-from torchrl_lightning.cli.command import whole_output
+from torchrl_lightning.cli.command import flushed_output
 from torchrl_lightning.cli.working_directory import leave_out_working_directory
 from torchrl_lightning.plotting.curves import Curve, read_source, runs_by_label
 from torchrl_lightning.plotting.figures import saved_panels
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Band: TypeAlias = Literal["range", "std", "iqm", "none"]
 BANDS = get_args(Band)
-_DRAWS = 2000  # bootstrap samples
+_NUM_BOOTSTRAP_SAMPLES = 2000  # bootstrap samples
 
 
 def plot_runs(
@@ -71,22 +71,22 @@ def plot_runs(
         ValueError: Another argument is out of range, or a file is not a table of numbers.
     """
     if smooth < 1:
-        raise ValueError(f"smooth={smooth} must be at least 1 point.")
+        raise ValueError(f"smooth must be at least 1 point, got {smooth}.")
     if band not in BANDS:
-        raise ValueError(f"band={band!r} must be one of {', '.join(map(repr, BANDS))}.")
+        raise ValueError(f"band must be one of {', '.join(map(repr, BANDS))}, got {band!r}.")
     if not sources:
         raise ValueError("no run given; name a run's folder or a metrics.csv.")
     if labels is not None and len(labels) != len(sources):
-        raise ValueError(f"{len(labels)} labels for {len(sources)} sources; give one for each, or none.")
+        raise ValueError(f"labels must have one entry for each of the {len(sources)} sources, got {len(labels)}.")
     curves: list[Curve] = []
     for i, source in enumerate(sources):
         curves += read_source(Path(source), metric, x, None if labels is None else labels[i])
-    groups = {label: [_smoothed(run, smooth) for run in runs] for label, runs in runs_by_label(curves).items()}
+    groups = {label: [_smooth(run, smooth) for run in runs] for label, runs in runs_by_label(curves).items()}
     _draw(groups, Path(output), metric, x, band, panels, title)
     return Path(output)
 
 
-def _smoothed(curve: Curve, length: int) -> Curve:
+def _smooth(curve: Curve, length: int) -> Curve:
     length = min(length, len(curve.y))
     if length == 1:
         return curve
@@ -95,7 +95,7 @@ def _smoothed(curve: Curve, length: int) -> Curve:
     return replace(curve, y=np.convolve(curve.y, window, "same") / weight)
 
 
-def _together(curves: Iterable[Curve]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _interpolate(curves: Iterable[Curve]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Interpolate runs to the union of their points: x ``[P]`` and values ``[runs, P]``, NaN outside a run's range."""
     curves = list(curves)
     grid = np.unique(np.concatenate([curve.x for curve in curves]))
@@ -112,13 +112,13 @@ def interquartile_mean(values: NDArray[Any]) -> NDArray[np.float64]:
         1.5
     """
     count = values.shape[-1]
-    place = np.arange(1, count + 1)
-    weights = np.clip(np.minimum(place, place[::-1]) - count / 4, 0, 1)
+    rank = np.arange(1, count + 1)
+    weights = np.clip(np.minimum(rank, rank[::-1]) - count / 4, 0, 1)
     middle: NDArray[np.float64] = np.sort(values, -1) @ weights / weights.sum()
     return middle
 
 
-def bootstrapped(values: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+def bootstrap_interval(values: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """Return interquartile means over seeds and their 95 % intervals, from a bootstrap with a fixed random seed.
 
     Args:
@@ -128,14 +128,16 @@ def bootstrapped(values: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.
         Three arrays ``[P]``: mean, lower end and upper end of the interval.
     """
     seeds, points = values.shape
-    found = np.full((3, points), np.nan)
-    drawn = {n: np.random.default_rng(0).integers(n, size=(_DRAWS, n)) for n in range(1, seeds + 1)}
+    intervals = np.full((3, points), np.nan)
+    sample_indices = {
+        n: np.random.default_rng(0).integers(n, size=(_NUM_BOOTSTRAP_SAMPLES, n)) for n in range(1, seeds + 1)
+    }
     for point, column in enumerate(values.T):
-        there = column[~np.isnan(column)]
-        if len(there):
-            low, high = np.quantile(interquartile_mean(there[drawn[len(there)]]), (0.025, 0.975))
-            found[:, point] = interquartile_mean(there), low, high
-    return found[0], found[1], found[2]
+        scores = column[~np.isnan(column)]
+        if len(scores):
+            low, high = np.quantile(interquartile_mean(scores[sample_indices[len(scores)]]), (0.025, 0.975))
+            intervals[:, point] = interquartile_mean(scores), low, high
+    return intervals[0], intervals[1], intervals[2]
 
 
 def _draw(
@@ -162,9 +164,9 @@ def _draw(
 
 
 def _draw_group(axes: Any, label: str, curves: list[Curve], band: Band, color: str) -> None:
-    grid, values = _together(curves)
+    grid, values = _interpolate(curves)
     if band == "iqm":
-        mean, low, high = bootstrapped(values)
+        mean, low, high = bootstrap_interval(values)
     else:
         mean = np.nanmean(values, axis=0)
     axes.plot(grid, mean, color=color, label=label, linewidth=1.8, marker="o" if len(grid) == 1 else None)
@@ -190,26 +192,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Draw learning curves from metrics.csv files: mean and spread over the seeds of an experiment. "
         "With --table, compare the runs of a sweep instead.",
     )
-    parser.add_argument("sources", nargs="+", metavar="RUN", help="a run's folder, searched to any depth, or a file")
+    parser.add_argument("sources", nargs="+", metavar="RUN", help="a folder, searched recursively, or a metrics.csv")
     parser.add_argument("--output", "-o", help="the picture to write (default: curve.png; with --table sweep.png)")
     parser.add_argument(
         "--metric",
         help=f"column to draw (default: eval/return; with --table {SCORE}, "
-        "the mean return of the evaluation after training, which a sweeper gets)",
+        "the mean return of the evaluation after training)",
     )
     parser.add_argument(
         "--table",
         action="store_true",
-        help="print the settings that differ between runs and the score, which is the last value of the metric, "
-        "highest first, averaged over seeds; and draw the score over each of those settings, and beside that picture "
-        "the trials as lines over all of them (_parallel) and how closely the score follows each (_importances)",
+        help="print the settings that differ between runs and the score (the last value of the metric, averaged over "
+        "seeds), highest first; and draw the score over each setting, all trials as lines over the settings "
+        "(_parallel), and the importance of each setting (_importances)",
     )
     parser.add_argument("--title")
     curves = parser.add_argument_group("learning curves, without --table")
     curves.add_argument(
         "--x",
         default="step",
-        help="column to draw it over (default: %(default)s, in frames where they are counted)",
+        help="column of the x axis (default: %(default)s, in frames if they are counted)",
     )
     curves.add_argument(
         "--label",
@@ -223,21 +225,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--band",
         choices=BANDS,
         default="range",
-        help="spread over runs; iqm draws the mean of their middle half, and its 95 %% interval (default: %(default)s)",
+        help="spread over runs; iqm is the mean of the middle half with its 95 %% interval (default: %(default)s)",
     )
-    curves.add_argument("--panels", action="store_true", help="a panel of its own for each line")
+    curves.add_argument("--panels", action="store_true", help="draw each line in its own panel")
     options = vars(parser.parse_args(argv))
-    given = {name: value for name, value in options.items() if value is not None}
+    arguments = {name: value for name, value in options.items() if value is not None}
     try:
-        with whole_output():
-            if given.pop("table"):
+        with flushed_output():
+            if arguments.pop("table"):
                 names = {"x": "--x", "labels": "--label", "smooth": "--smooth", "band": "--band", "panels": "--panels"}
                 others = [flag for name, flag in names.items() if options[name] != parser.get_default(name)]
                 if others:
                     raise ValueError(f"--table takes --metric, --output and --title, not {', '.join(others)}.")
-                _compare(**{name: value for name, value in given.items() if name not in names})
+                _compare(**{name: value for name, value in arguments.items() if name not in names})
             else:
-                print(f"learning curve: {plot_runs(**{'output': 'curve.png', **given})}")
+                print(f"learning curve: {plot_runs(**{'output': 'curve.png', **arguments})}")
     except (OSError, ValueError) as error:
         parser.exit(2, f"{parser.prog}: error: {printable(' '.join(str(error).split()), MESSAGE_LIMIT)}\n")
     except KeyError as error:  # str() of a KeyError adds quotes

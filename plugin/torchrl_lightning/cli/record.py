@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchrl_lightning._core.import_stubs import import_libraries
 from torchrl_lightning._core.return_threshold import reaches
 from torchrl_lightning._core.untrusted import printable
-from torchrl_lightning.cli.command import behind, quiet, run_command, use_threads
+from torchrl_lightning.cli.command import cleanup, limit_threads, run_command, silence_libraries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -28,30 +28,30 @@ def main() -> None:
     run_command("record", record)
 
 
-@behind
+@cleanup
 def record(cfg: DictConfig) -> float:
     """Record episodes into a directory, print the table of a directory, or convert demonstrations."""
     import_libraries()
     from torchrl_lightning.cli.error_messages import UsageError
     from torchrl_lightning.demonstrations import record_demonstrations
 
-    given = [name for name in ("ckpt_path", "policy", "keyboard", "table", "convert") if cfg[name]]
-    if len(given) != 1:
+    sources = [name for name in ("ckpt_path", "policy", "keyboard", "table", "convert") if cfg[name]]
+    if len(sources) != 1:
         raise UsageError(
-            f"{' and '.join(given) or 'nothing'} given; say either ckpt_path=RUN, or "
+            f"{' and '.join(sources) or 'nothing'} given; set either ckpt_path=RUN, or "
             "policy=MODULE:FUNCTION and env=NAME, or keyboard=true and env=NAME, or table=DIRECTORY, or convert=PATH, "
             "dataset=minari:ID and env=NAME."
         )
     if not isinstance(cfg.clip_actions, bool):
         raise UsageError(f"clip_actions={cfg.clip_actions}: expected true or false.")
     if cfg.clip_actions and (cfg.table or cfg.convert):
-        raise UsageError(f"clip_actions=true has no effect with {given[0]}=, which plays nothing; leave it out.")
-    quiet()
-    use_threads(1)
+        raise UsageError(f"clip_actions=true has no effect with {sources[0]}=, which plays no episode; remove it.")
+    silence_libraries()
+    limit_threads(1)
     if cfg.table:
-        return show_table(Path(cfg.table), _environment(cfg))
+        return show_table(Path(cfg.table), _build_environment(cfg))
     if cfg.convert:
-        return _written(cfg, _environment(cfg))
+        return _convert(cfg, _build_environment(cfg))
     if not isinstance(cfg.episodes, int) or cfg.episodes < 1:
         raise UsageError(f"episodes={cfg.episodes}: expected a positive whole number.")
     is_number = isinstance(cfg.min_return, int | float) and not math.isnan(cfg.min_return)
@@ -59,24 +59,24 @@ def record(cfg: DictConfig) -> float:
         raise UsageError(f"min_return={cfg.min_return}: expected a number or null.")
     if cfg.ckpt_path:
         if "data" in cfg:
-            raise UsageError("ckpt_path= plays in the environment of its run; leave env= out.")
-        env, policy = _of_checkpoint(cfg)
+            raise UsageError("ckpt_path= plays in the environment of its run; remove env=.")
+        env, policy = _load_checkpoint_policy(cfg)
     else:
-        env = _environment(cfg)
+        env = _build_environment(cfg)
         if env is None:
-            way = f"{given[0]}={cfg[given[0]]}"
-            raise UsageError(f"{way} needs an environment; choose one as env=NAME, --help lists them.")
+            source = f"{sources[0]}={cfg[sources[0]]}"
+            raise UsageError(f"{source} needs an environment; select one with env=NAME, see --help.")
         if cfg.keyboard:
-            return _save(cfg, _played(cfg, env))
+            return _save_demonstrations(cfg, _play_keyboard(cfg, env))
         policy = scripted_policy(cfg.policy, env, clip_actions=cfg.clip_actions)
     options = {"seed": cfg.seed, "clip_actions": cfg.clip_actions}
-    return _save(cfg, record_demonstrations(env, policy, cfg.episodes, **options))
+    return _save_demonstrations(cfg, record_demonstrations(env, policy, cfg.episodes, **options))
 
 
-def _played(cfg: DictConfig, env: Any) -> Iterable[Demonstration]:
+def _play_keyboard(cfg: DictConfig, env: Any) -> Iterable[Demonstration]:
     from omegaconf import OmegaConf
 
-    from torchrl_lightning.cli.config.instantiate import MISTAKES
+    from torchrl_lightning.cli.config.instantiate import SETTING_ERRORS
     from torchrl_lightning.cli.error_messages import UsageError
     from torchrl_lightning.demonstrations import play_demonstrations
 
@@ -86,11 +86,11 @@ def _played(cfg: DictConfig, env: Any) -> Iterable[Demonstration]:
     try:
         options = {name: settings[name] for name in ("keys", "noop", "seed", "clip_actions")}
         return list(play_demonstrations(env, cfg.episodes, **options))
-    except MISTAKES as error:
+    except SETTING_ERRORS as error:
         raise UsageError(f"keyboard=true: {error}") from error
 
 
-def _written(cfg: DictConfig, env: Any) -> float:
+def _convert(cfg: DictConfig, env: Any) -> float:
     """Write demonstrations as a Minari data set, read it again, and return the mean return."""
     from torchrl_lightning.cli.error_messages import UsageError
     from torchrl_lightning.demonstrations import read_dataset, write_dataset
@@ -98,33 +98,33 @@ def _written(cfg: DictConfig, env: Any) -> float:
     if env is None or not cfg.dataset:
         raise UsageError(f"convert={cfg.convert} needs dataset=minari:ID and its environment, env=NAME.")
     write_dataset(cfg.dataset, cfg.convert, env)
-    returns = [each.total_reward for each in read_dataset(cfg.dataset, env)]
+    returns = [demonstration.total_reward for demonstration in read_dataset(cfg.dataset, env)]
     mean = sum(returns) / len(returns)
     print(f"{cfg.dataset}: {len(returns)} episodes, mean return {mean:.1f}")
     return mean
 
 
-def _environment(cfg: DictConfig) -> Any:
+def _build_environment(cfg: DictConfig) -> Any:
     """Return the selected environment recipe, after building the environment once; None without a selection."""
     from omegaconf import OmegaConf
 
-    from torchrl_lightning.cli.config.instantiate import build_part, named
+    from torchrl_lightning.cli.config.instantiate import build_part, setting_errors
     from torchrl_lightning.demonstrations.io.recording import demonstration_specs
 
     if "data" not in cfg:
         return None
     env = build_part(cfg, "data.env") if OmegaConf.is_dict(cfg.data.env) else cfg.data.env
-    with named(cfg, "data.env"):
+    with setting_errors(cfg, "data.env"):
         demonstration_specs(env)
     return env
 
 
-def _of_checkpoint(cfg: DictConfig) -> tuple[Any, Policy]:
-    from torchrl_lightning.cli.evaluate import policy_of, rebuilt, run_of
+def _load_checkpoint_policy(cfg: DictConfig) -> tuple[Any, Policy]:
+    from torchrl_lightning.cli.evaluate import build_policy, load_run, rebuild_part
 
-    checkpoint, stored, run = run_of(cfg)
-    policy = policy_of(cfg, stored, rebuilt(checkpoint, run, "model"))
-    return _environment(run), policy
+    checkpoint, stored, run = load_run(cfg)
+    policy = build_policy(cfg, stored, rebuild_part(checkpoint, run, "model"))
+    return _build_environment(run), policy
 
 
 def scripted_policy(path: str, env: Any, *, clip_actions: bool = False) -> Policy:
@@ -145,37 +145,41 @@ def scripted_policy(path: str, env: Any, *, clip_actions: bool = False) -> Polic
         function: Callable[[Any], Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(f"policy={path}: expected MODULE:FUNCTION, such as planner:act; {error}.") from error
-    made = make_environment(env, 1, vectorization="sync", own_number=True)
-    specs = environment_specs(made)
-    form = specs.action_format
-    space = getattr(made, "single_action_space", specs.action)
-    close_environment(made)
+    environment = make_environment(env, 1, vectorization="sync", own_number=True)
+    specs = environment_specs(environment)
+    action_format = specs.action_format
+    space = getattr(environment, "single_action_space", specs.action)
+    close_environment(environment)
 
     def act(step: Any) -> Any:
         actions = []
         for row in step.select(*specs.keys).unbind(0):
             tree = map_leaves(lambda leaf: leaf.numpy(force=True).copy(), tree_of(row))
-            actions.append(checked(function(tree["observation"] if list(tree) == ["observation"] else tree)))
+            actions.append(validate_action(function(tree["observation"] if list(tree) == ["observation"] else tree)))
         return step.set("action", torch.stack(actions))
 
-    def checked(returned: Any) -> Any:
+    def validate_action(result: Any) -> Any:
         try:
-            action = torch.as_tensor(returned).reshape(form.shape)
-            counted = torch.from_numpy(form.from_environment(action.numpy(force=True)[None]))[0]
-            cast = counted.to(specs.action.dtype)
-            fits = cast.is_floating_point() or bool((cast == counted).all())
-            fits = fits and bool(cast.isfinite().all()) and (clip_actions or action_error(cast[None], specs) is None)
+            action = torch.as_tensor(result).reshape(action_format.shape)
+            counted_action = torch.from_numpy(action_format.from_environment(action.numpy(force=True)[None]))[0]
+            action_in_dtype = counted_action.to(specs.action.dtype)
+            fits = action_in_dtype.is_floating_point() or bool((action_in_dtype == counted_action).all())
+            fits = (
+                fits
+                and bool(action_in_dtype.isfinite().all())
+                and (clip_actions or action_error(action_in_dtype[None], specs) is None)
+            )
         except (TypeError, ValueError, RuntimeError):
             fits = False
         if not fits:
-            hint = "; clip_actions=true clips it" if form.is_box and not clip_actions else ""
-            raise UsageError(f"policy={path} returned {returned!r}, which is no action of {space}{hint}.")
-        return cast
+            hint = "; clip_actions=true clips it" if action_format.is_box and not clip_actions else ""
+            raise UsageError(f"policy={path} returned {result!r}, which is not an action of {space}{hint}.")
+        return action_in_dtype
 
     return act
 
 
-def _save(cfg: DictConfig, demonstrations: Iterable[Demonstration]) -> float:
+def _save_demonstrations(cfg: DictConfig, demonstrations: Iterable[Demonstration]) -> float:
     from torchrl_lightning.cli.error_messages import UsageError
     from torchrl_lightning.demonstrations import write_demonstration
 
@@ -184,44 +188,44 @@ def _save(cfg: DictConfig, demonstrations: Iterable[Demonstration]) -> float:
     returns, best, failures = [], -float("inf"), 0
     for demonstration in demonstrations:
         best = max(best, demonstration.total_reward)
-        failed = _failed(demonstration)
-        failures += failed
-        if failed if cfg.min_return is None else not reaches(demonstration.total_reward, cfg.min_return):
+        is_failure = _is_failure(demonstration)
+        failures += is_failure
+        if is_failure if cfg.min_return is None else not reaches(demonstration.total_reward, cfg.min_return):
             continue
         path = _free_path(folder)
         write_demonstration(path, demonstration)
         returns.append(demonstration.total_reward)
         print(f"{path}: {demonstration.length} steps, return {demonstration.total_reward:g}")
     if best == -float("inf"):
-        raise UsageError("no episode was played to its end.")
+        raise UsageError("no episode was completed.")
     if not returns:
         if cfg.min_return is None:
             raise UsageError(
-                f"all {failures} episodes failed, {_FAILED}; the best had a return of {best:g}. min_return= keeps by "
-                "the return alone, min_return=-inf all."
+                f"all {failures} episodes failed, {_FAILURE_RULE}; the best had a return of {best:g}. "
+                "min_return=NUMBER records episodes by their return, min_return=-inf records all."
             )
         raise UsageError(
             f"none of {cfg.episodes} episodes had a return of at least min_return={cfg.min_return:g}; the best had "
             f"{best:g}."
         )
     mean = sum(returns) / len(returns)
-    told = f"; {failures} failed, {_FAILED}" if failures else ""
-    print(f"{len(returns)} of {cfg.episodes} episodes recorded, mean return {mean:.1f}{told}")
+    failure_note = f"; {failures} failed, {_FAILURE_RULE}" if failures else ""
+    print(f"{len(returns)} of {cfg.episodes} episodes recorded, mean return {mean:.1f}{failure_note}")
     return mean
 
 
-_FAILED = "as they have no success in the environment's info nor, where that tells nothing, a positive reward"
+_FAILURE_RULE = "because the environment's info has no success or, without that entry, no reward is positive"
 
 
-def _failed(demonstration: Demonstration) -> bool:
-    told = demonstration.metadata.get("success")
-    return not (bool((demonstration.rewards > 0).any()) if told is None else told)
+def _is_failure(demonstration: Demonstration) -> bool:
+    success = demonstration.metadata.get("success")
+    return not (bool((demonstration.rewards > 0).any()) if success is None else success)
 
 
 def _free_path(folder: Path) -> Path:
-    taken = {path.name for path in folder.iterdir()}
-    names = (f"demonstration_{number:03d}.safetensors" for number in range(len(taken) + 1))
-    return folder / next(name for name in names if name not in taken)
+    used_names = {path.name for path in folder.iterdir()}
+    names = (f"demonstration_{number:03d}.safetensors" for number in range(len(used_names) + 1))
+    return folder / next(name for name in names if name not in used_names)
 
 
 def show_table(folder: Path, env: Any) -> float:
@@ -229,18 +233,20 @@ def show_table(folder: Path, env: Any) -> float:
     from torchrl_lightning.cli.error_messages import UsageError
     from torchrl_lightning.demonstrations.io.recording import demonstration_specs
     from torchrl_lightning.demonstrations.io.safetensors_files import SUFFIXES
-    from torchrl_lightning.demonstrations.task_check import given_recipe
+    from torchrl_lightning.demonstrations.task_check import known_recipe
 
     paths = sorted(path for path in folder.glob("[!.]*") if path.suffix in SUFFIXES)
     if not paths:
-        raise UsageError(f"table={folder}: no demonstration is there; it needs a {' or '.join(SUFFIXES)} file.")
-    fitting = (None, 1, None) if env is None else (*demonstration_specs(env), given_recipe(env))
+        raise UsageError(
+            f"table={folder}: the directory contains no demonstrations; it must contain a {' or '.join(SUFFIXES)} file."
+        )
+    env_fields = (None, 1, None) if env is None else (*demonstration_specs(env), known_recipe(env))
     lines: list[tuple[str, ...]] = [("file", "length", "return", "by", "environment", "recipe", "check")]
     returns = []
     for path in paths:
-        told, total = _line(path, *fitting)
-        lines.append((path.name, *told))
-        returns += [] if total is None else [total]
+        columns, episode_return = _table_row(path, *env_fields)
+        lines.append((path.name, *columns))
+        returns += [] if episode_return is None else [episode_return]
     lines = [tuple(map(printable, line)) for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
@@ -248,14 +254,14 @@ def show_table(folder: Path, env: Any) -> float:
     return sum(returns) / len(returns) if returns else float("nan")
 
 
-def _line(
+def _table_row(
     path: Path, specs: EnvironmentSpecs | None, frame_skip: int, recipe: EnvironmentRecipe | None
 ) -> tuple[tuple[str, ...], float | None]:
     from torchrl_lightning.demonstrations import read_demonstration
     from torchrl_lightning.demonstrations.task_check import recorded_recipe
 
     try:
-        found = read_demonstration(path)
+        demonstration = read_demonstration(path)
     except (OSError, ValueError, TypeError) as error:
         return ("", "", "", "", "", str(error)), None
     check = "whole" if specs is None else "fits"
@@ -264,9 +270,20 @@ def _line(
             read_demonstration(path, specs).fits(specs, frame_skip, recipe)
         except ValueError as error:
             check = str(error)
-    by = "human" if found.is_human else "agent"
-    where = str(found.metadata.get("environment", "unknown"))
-    known = recorded_recipe(found.metadata)
-    others = [] if known is None else [f"{name}={json.dumps(value)}" for name, value in known.items() if name != "id"]
-    told = "unknown" if known is None else ", ".join(others) or "id"
-    return (str(found.length), f"{found.total_reward:g}", by, where, told, check), found.total_reward
+    by = "human" if demonstration.is_human else "agent"
+    environment = str(demonstration.metadata.get("environment", "unknown"))
+    known_recipe = recorded_recipe(demonstration.metadata)
+    settings = (
+        []
+        if known_recipe is None
+        else [f"{name}={json.dumps(value)}" for name, value in known_recipe.items() if name != "id"]
+    )
+    recipe_text = "unknown" if known_recipe is None else ", ".join(settings) or "id"
+    return (
+        str(demonstration.length),
+        f"{demonstration.total_reward:g}",
+        by,
+        environment,
+        recipe_text,
+        check,
+    ), demonstration.total_reward

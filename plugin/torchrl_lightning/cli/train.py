@@ -12,7 +12,7 @@ from torchrl_lightning._core.import_stubs import import_libraries
 from torchrl_lightning._core.run_metadata import SCORE
 from torchrl_lightning._core.run_names import recorded_command
 from torchrl_lightning._core.untrusted import printable
-from torchrl_lightning.cli.command import behind, quiet, run_command, use_threads
+from torchrl_lightning.cli.command import cleanup, limit_threads, run_command, silence_libraries
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -24,12 +24,12 @@ def main() -> None:
     run_command("train", train, resumes=True)
 
 
-@behind
+@cleanup
 def train(cfg: DictConfig) -> float:
     """Check the config, train, evaluate and report, in this order."""
     from hydra.core.hydra_config import HydraConfig
 
-    from torchrl_lightning.cli.config.validate import check_command, check_config, is_trusted, stored_run
+    from torchrl_lightning.cli.config.validate import check_command, check_config, is_trusted, read_resumed_checkpoint
     from torchrl_lightning.cli.error_messages import run_errors
     from torchrl_lightning.cli.run_folder.folder import RunRecord, is_follower, locked
 
@@ -38,8 +38,8 @@ def train(cfg: DictConfig) -> float:
     is_trusted(cfg)
     record = RunRecord(cfg)
     if HydraConfig.initialized() and not is_follower():
-        behind.enter_context(locked(folder := Path(cfg.paths.output_dir)))
-        behind.enter_context(run_errors(folder.absolute(), cfg.ckpt_path))
+        cleanup.enter_context(locked(folder := Path(cfg.paths.output_dir)))
+        cleanup.enter_context(run_errors(folder.absolute(), cfg.ckpt_path))
         record.write(folder, replace=False)  # the record of an earlier run stays until this one begins
     # The heavy imports follow the checks above, so that config mistakes are reported immediately.
     import_libraries()
@@ -53,22 +53,22 @@ def train(cfg: DictConfig) -> float:
     from torchrl_lightning.cli.config.resume import check_checkpoint, config_diff, needs_trust
     from torchrl_lightning.deploy.weights import bounded_tensors
 
-    quiet()
-    use_threads(cfg.torch_threads)
-    stored = None if cfg.ckpt_path is None else stored_run(cfg)
+    silence_libraries()
+    limit_threads(cfg.torch_threads)
+    stored = None if cfg.ckpt_path is None else read_resumed_checkpoint(cfg)
     L.seed_everything(cfg.seed, verbose=False)
 
     data = build_part(cfg, "data", **({"freeze_statistics": True} if cfg.freeze_statistics else {}))
     with nullcontext() if stored is None else bounded_tensors(stored.get("state_dict", {})):
         model = build_part(cfg, "model")
-    kept = SaveConfig(cfg, *(recorded_command(HydraConfig.get()) if HydraConfig.initialized() else ()))
-    callbacks = [*(build_part(cfg, f"callbacks.{name}") for name in cfg.callbacks), kept]
-    differ = {} if stored is None else config_diff(stored, cfg.ckpt_path, kept.config)
-    if differ:
-        callbacks.append(ChangedSettings(differ))
-    beginning = load_init_from(cfg, differ)
-    if beginning is not None:
-        callbacks.append(beginning)
+    save_config = SaveConfig(cfg, *(recorded_command(HydraConfig.get()) if HydraConfig.initialized() else ()))
+    callbacks = [*(build_part(cfg, f"callbacks.{name}") for name in cfg.callbacks), save_config]
+    changed_settings = {} if stored is None else config_diff(stored, cfg.ckpt_path, save_config.config)
+    if changed_settings:
+        callbacks.append(ChangedSettings(changed_settings))
+    init_from = load_init_from(cfg, changed_settings)
+    if init_from is not None:
+        callbacks.append(init_from)
     loggers = [build_part(cfg, f"logger.{name}") for name in cfg.logger]
     trainer = build_part(cfg, "trainer", callbacks=callbacks, logger=loggers)
     # Compare first: Lightning loads weights before the data's state, and its error for a changed environment would
@@ -78,28 +78,33 @@ def train(cfg: DictConfig) -> float:
         path = Path(cfg.ckpt_path)
         compare = partial(check_checkpoint, path, stored, data, model, trainer.world_size, cfg, resumes=True)
     check_parts(cfg, data, model, compare, trainer)
-    if beginning is not None:
-        beginning.check(data, model)
-    if stored is not None and cfg.torch_threads != 1 and "torch_threads" not in differ and trainer.is_global_zero:
+    if init_from is not None:
+        init_from.check(data, model)
+    if (
+        stored is not None
+        and cfg.torch_threads != 1
+        and "torch_threads" not in changed_settings
+        and trainer.is_global_zero
+    ):
         print(f"torch_threads: {cfg.torch_threads}, as in the run of the checkpoint")
     compare = stored = None
     if trainer.is_global_zero:
         record.write(Path(cfg.paths.output_dir))
-        if cfg.ckpt_path is None and not cfg.trusted and needs_trust(kept.config):
-            print("note: this run has classes or folders of your own; to resume or evaluate it, say trusted=true")
-        for name, (there, here) in differ.items():
-            print(f"{printable(name)}: {printable(there)} in the checkpoint, {printable(here)} now")
-        if beginning is not None:
-            print(beginning.told)
+        if cfg.ckpt_path is None and not cfg.trusted and needs_trust(save_config.config):
+            print("note: this run has your own classes or folders; to resume or evaluate it, set trusted=true")
+        for name, (stored_value, current_value) in changed_settings.items():
+            print(f"{printable(name)}: {printable(stored_value)} in the checkpoint, {printable(current_value)} now")
+        if init_from is not None:
+            print(init_from.summary)
 
     for logger in trainer.loggers:
-        logger.log_hyperparams(kept.config)
-    began = time.perf_counter()
+        logger.log_hyperparams(save_config.config)
+    start = time.perf_counter()
     with requeued_on_signal() if trainer.world_size == 1 else nullcontext():
         trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
         if trainer.received_sigterm:  # during the last batch
             raise SIGTERMException
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
 
     checkpoint = load_weights(model, data, trainer, cfg.eval_checkpoint)
     episodes = data.evaluate(model.policy, cfg.eval_episodes)

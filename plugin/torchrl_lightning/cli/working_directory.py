@@ -21,7 +21,7 @@ _NUMBA_SETTINGS = ("NUMBA_CACHE_DIR", "NUMBA_CACHE_LOCATOR_CLASSES", "NUMBA_CUDA
 
 def leave_out_working_directory() -> None:
     """Remove the working directory from the import path; ``python -m`` and ``python -c`` put it first."""
-    sys.path[:] = _without(os.getcwd())
+    sys.path[:] = _paths_except(os.getcwd())
     if Path(_NUMBA_FILE).exists():
         for name in _NUMBA_SETTINGS:
             os.environ.setdefault(name, "")
@@ -59,18 +59,18 @@ class InstalledFirst(PathFinder):
         """Return the spec of a module, or None."""
         if path is not None or cls.folder not in sys.path:
             return PathFinder.find_spec(fullname, path, target)
-        installed = PathFinder.find_spec(fullname, _without(cls.folder), target)
+        installed = PathFinder.find_spec(fullname, _paths_except(cls.folder), target)
         return installed or PathFinder.find_spec(fullname, [cls.folder], target)
 
     @classmethod
     def find_distributions(cls, context: DistributionFinder.Context | None = None) -> Iterable[PathDistribution]:
         """Return the matching installed distributions."""
-        asked: dict[str, Any] = {} if context is None else dict(vars(context))
-        path = [entry for entry in asked.pop("path", sys.path) if entry not in ("", cls.folder)]
-        return PathFinder.find_distributions(DistributionFinder.Context(**asked, path=path))
+        arguments: dict[str, Any] = {} if context is None else dict(vars(context))
+        path = [entry for entry in arguments.pop("path", sys.path) if entry not in ("", cls.folder)]
+        return PathFinder.find_distributions(DistributionFinder.Context(**arguments, path=path))
 
 
-def _without(folder: str) -> list[str]:
+def _paths_except(folder: str) -> list[str]:
     return [entry for entry in sys.path if not _is_folder(entry, folder)]
 
 

@@ -31,7 +31,7 @@ class DemonstrationAnnealing(ConfigSafe):
         >>> annealing, moved = DemonstrationAnnealing(50), 0.0
         >>> for successes in (1, 2, 3):
         ...     moved = annealing.moved(moved, successes, 50 - successes)
-        >>> moved, annealing.places(3)
+        >>> moved, annealing.remaining_capacity(3)
         (0.06, 47)
     """
 
@@ -55,6 +55,6 @@ class DemonstrationAnnealing(ConfigSafe):
         moved = before + 1 / num_value if num_value else before
         return moved if moved < 1 - 1e-9 else 1.0  # rounding can leave a sum of n terms 1 / n below 1
 
-    def places(self, successes: int) -> int:
+    def remaining_capacity(self, successes: int) -> int:
         """Return the capacity of ``D_V`` after a number of successes."""
         return max(0, self.value_capacity - successes) if self.schedule == "linear" else self.value_capacity

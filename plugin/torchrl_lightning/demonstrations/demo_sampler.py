@@ -60,7 +60,7 @@ class DemonstrationSampler(Stateful, GeneratorMixin):
         *,
         human_share: float = 0.0,
     ) -> None:
-        self._rho, self._phi, self._alpha = _checked(rho, phi, alpha)
+        self._rho, self._phi, self._alpha = _validate_probabilities(rho, phi, alpha)
         self.human_share = human_share
         check_defaults("without phi above 0", "give phi", **({} if self._phi else {"alpha": (alpha, 10)}))
         share = {} if self._rho or self._phi else {"human_share": (human_share, 0.0)}
@@ -104,9 +104,9 @@ class DemonstrationSampler(Stateful, GeneratorMixin):
         Raises:
             ValueError: A value, or the sum of rho and phi, is out of range; nothing was changed.
         """
-        given, own = (rho, phi, alpha), (self.rho, self.phi, self.alpha)
-        self._rho, self._phi, self._alpha = _checked(
-            *(old if new is None else new for new, old in zip(given, own, strict=True))
+        requested, current = (rho, phi, alpha), (self.rho, self.phi, self.alpha)
+        self._rho, self._phi, self._alpha = _validate_probabilities(
+            *(previous if new is None else new for new, previous in zip(requested, current, strict=True))
         )
 
     def draw(self, storage: DemonstrationStorage) -> Demonstration | None:
@@ -114,24 +114,25 @@ class DemonstrationSampler(Stateful, GeneratorMixin):
 
         Each call draws exactly two random numbers.
         """
-        source, place = torch.rand(2, dtype=torch.float64, generator=self.generator).tolist()
+        kind_draw, index_draw = torch.rand(2, dtype=torch.float64, generator=self.generator).tolist()
         rho, phi = self.probabilities(storage)
-        if source < rho:
-            kept, share = storage.reward_demonstrations, self.human_share
-            human = storage.num_human
-            if 0 < human < len(kept) and share > human / len(kept):
-                is_human = place < share
-                kept = kept[:human] if is_human else kept[human:]
-                place = place / share if is_human else (place - share) / (1.0 - share)
-            return kept[min(int(place * len(kept)), len(kept) - 1)] if kept else None
-        kept = storage.value_demonstrations
-        if source >= rho + phi or not kept:
+        if kind_draw < rho:
+            demos, human_share = storage.reward_demonstrations, self.human_share
+            num_human = storage.num_human
+            if 0 < num_human < len(demos) and human_share > num_human / len(demos):
+                is_human = index_draw < human_share
+                demos = demos[:num_human] if is_human else demos[num_human:]
+                index_draw = index_draw / human_share if is_human else (index_draw - human_share) / (1.0 - human_share)
+            return demos[min(int(index_draw * len(demos)), len(demos) - 1)] if demos else None
+        demos = storage.value_demonstrations
+        if kind_draw >= rho + phi or not demos:
             return None
-        upto = value_probabilities([each.value for each in kept], self.alpha).cumsum(0)
-        return kept[int(torch.searchsorted(upto, place * upto[-1], right=True).clamp(max=len(kept) - 1))]
+        cumulative = value_probabilities([demo.value for demo in demos], self.alpha).cumsum(0)
+        index = torch.searchsorted(cumulative, index_draw * cumulative[-1], right=True)
+        return demos[int(index.clamp(max=len(demos) - 1))]
 
     def _validate_consistency(self, values: Mapping[str, Any]) -> None:
-        _checked(values["rho"], values["phi"], values["alpha"])
+        _validate_probabilities(values["rho"], values["phi"], values["alpha"])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rho={self.rho}, phi={self.phi}, alpha={self.alpha})"
@@ -152,7 +153,7 @@ def value_probabilities(values: Sequence[float], alpha: float) -> Tensor:
     return weights / weights.sum()
 
 
-def _checked(rho: float, phi: float, alpha: float) -> tuple[float, float, float]:
+def _validate_probabilities(rho: float, phi: float, alpha: float) -> tuple[float, float, float]:
     rho, phi = fraction(rho, "rho"), fraction(phi, "phi")
     if rho + phi > 1 + 1e-9:  # rounding can lift the sum of decimal fractions above 1
         raise ValueError(f"rho + phi must be at most 1, got rho={rho} and phi={phi}; lower one of them.")

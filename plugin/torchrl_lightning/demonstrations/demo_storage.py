@@ -7,7 +7,7 @@ from typing import Any
 
 from torchrl_lightning._core.state import Attribute, Stateful, bounded_integer, number
 from torchrl_lightning._core.validators import integer
-from torchrl_lightning.demonstrations.serialization import from_states, states_of
+from torchrl_lightning.demonstrations.serialization import from_states, to_states
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 
 
@@ -42,8 +42,8 @@ class DemonstrationStorage(Stateful):
         "successes": Attribute(bounded_integer()),
         "annealed": Attribute(number(0, 1)),
         "next_serial": Attribute(bounded_integer(), "_next_serial"),
-        "reward": Attribute(from_states, "reward_demonstrations", states_of),
-        "value": Attribute(from_states, "value_demonstrations", states_of),
+        "reward": Attribute(from_states, "reward_demonstrations", to_states),
+        "value": Attribute(from_states, "value_demonstrations", to_states),
     }
 
     def __init__(self, capacity: int = 51) -> None:
@@ -60,12 +60,12 @@ class DemonstrationStorage(Stateful):
     @property
     def num_human(self) -> int:
         """The number of human demonstrations, which come first in ``D_R``."""
-        return sum(demonstration.is_human for demonstration in self.reward_demonstrations)
+        return sum(demo.is_human for demo in self.reward_demonstrations)
 
     def find(self, serial: int) -> Demonstration | None:
         """Return the demonstration with this serial number; None if it was dropped."""
-        kept = (*self.reward_demonstrations, *self.value_demonstrations)
-        return next((demonstration for demonstration in kept if demonstration.serial == serial), None)
+        demos = (*self.reward_demonstrations, *self.value_demonstrations)
+        return next((demo for demo in demos if demo.serial == serial), None)
 
     def replace(
         self,
@@ -86,31 +86,41 @@ class DemonstrationStorage(Stateful):
             ValueError: There are more demonstrations than ``capacity``.
         """
         if len(reward) + len(value) > self.capacity:
-            raise ValueError(f"There are {len(reward) + len(value)} demonstrations, {self.capacity} have a place.")
-        reward = [*(each for each in reward if each.is_human), *(each for each in reward if not each.is_human)]
-        self.reward_demonstrations = tuple(map(self._numbered, reward))
-        self.value_demonstrations = tuple(map(self._numbered, value))
+            raise ValueError(
+                f"The number of demonstrations must be at most the capacity {self.capacity}, got "
+                f"{len(reward) + len(value)}. Store fewer, or raise the capacity."
+            )
+        reward = [*(demo for demo in reward if demo.is_human), *(demo for demo in reward if not demo.is_human)]
+        self.reward_demonstrations = tuple(map(self._with_serial, reward))
+        self.value_demonstrations = tuple(map(self._with_serial, value))
         self.successes = self.successes if successes is None else successes
         self.annealed = self.annealed if annealed is None else annealed
 
-    def _numbered(self, demonstration: Demonstration) -> Demonstration:
+    def _with_serial(self, demonstration: Demonstration) -> Demonstration:
         if demonstration.serial is not None:
             return demonstration
         self._next_serial += 1
         return demonstration.with_value(value=demonstration.value, serial=self._next_serial - 1)
 
     def _validate_consistency(self, values: Mapping[str, Any]) -> None:
-        reward, value, last = values["reward"], values["value"], values["next_serial"]
-        serials = [each.serial for each in (*reward, *value)]
-        if len(serials) > self.capacity or len({*serials}) < len(serials) or any(each >= last for each in serials):
+        reward, value, next_serial = values["reward"], values["value"], values["next_serial"]
+        serials = [demo.serial for demo in (*reward, *value)]
+        if (
+            len(serials) > self.capacity
+            or len({*serials}) < len(serials)
+            or any(serial >= next_serial for serial in serials)
+        ):
             raise ValueError(
-                f"The {self.OWNER} state holds demonstrations with the serial numbers {serials}; expected at "
-                f"most {self.capacity} different ones below {last}."
+                f"The {self.OWNER} state must have at most {self.capacity} different serial numbers below "
+                f"{next_serial}, got {serials}."
             )
-        human = [each.is_human for each in reward]
-        if human != sorted(human, reverse=True) or any(each.is_human for each in value):
-            raise ValueError(f"The {self.OWNER} state is foreign: human ones come first among 'reward'.")
+        is_human = [demo.is_human for demo in reward]
+        if is_human != sorted(is_human, reverse=True) or any(demo.is_human for demo in value):
+            raise ValueError(
+                f"The {self.OWNER} state is damaged: human demonstrations must come first in 'reward', and cannot be "
+                "in 'value'."
+            )
 
     def __repr__(self) -> str:
-        kept = f"{len(self.reward_demonstrations)} by reward, {len(self.value_demonstrations)} by value"
-        return f"{type(self).__name__}(capacity={self.capacity}: {kept})"
+        sizes = f"{len(self.reward_demonstrations)} by reward, {len(self.value_demonstrations)} by value"
+        return f"{type(self).__name__}(capacity={self.capacity}: {sizes})"

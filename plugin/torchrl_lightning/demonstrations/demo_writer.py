@@ -90,18 +90,22 @@ class DemonstrationWriter(Stateful):
         threshold = check_threshold(reward_threshold, "reward_threshold")
         self.storage, self.threshold, self._sampler = storage, -math.inf if threshold is None else threshold, sampler
         self.cut_after_reward = cut_after_reward
-        places = storage.capacity - 1 if value_capacity is None else value_capacity
-        self.annealing = DemonstrationAnnealing(places, annealing)
+        initial_capacity = storage.capacity - 1 if value_capacity is None else value_capacity
+        self.annealing = DemonstrationAnnealing(initial_capacity, annealing)
         schedule = {"annealing": (annealing, "linear")}
         if sampler is not None and not sampler.phi:
-            needs = "a sampler with phi above 0"
-            check_defaults(f"without {needs}", f"give {needs}", **schedule, value_capacity=(value_capacity, None))
-        if not places:  # without value demonstrations "current" never moves probability
+            requirement = "a sampler with phi above 0"
+            check_defaults(
+                f"without {requirement}", f"give {requirement}", **schedule, value_capacity=(value_capacity, None)
+            )
+        if not initial_capacity:  # without value demonstrations "current" never moves probability
             check_defaults("with value_capacity=0", "give a larger value_capacity (storage capacity)", **schedule)
 
     def _check_threshold(self, value: float, name: str) -> float:
         if not isinstance(value, int | float) or isinstance(value, bool) or not -math.inf <= value < math.inf:
-            raise ValueError(f"{name} must be a number below infinity, got {value!r}. -inf counts every return.")
+            raise ValueError(
+                f"{name} must be a number below infinity, got {value!r}. With -inf, every episode is a success."
+            )
         return float(value)
 
     def load(self, demonstrations: Sequence[Demonstration]) -> None:
@@ -110,14 +114,14 @@ class DemonstrationWriter(Stateful):
         Raises:
             ValueError: They exceed the capacity together with the stored human ones; nothing was changed.
         """
-        human = self.storage.num_human
-        if human + len(demonstrations) > self.storage.capacity:
+        num_human = self.storage.num_human
+        if num_human + len(demonstrations) > self.storage.capacity:
             raise ValueError(
-                f"{len(demonstrations)} demonstrations and {human} human ones that are kept exceed the capacity "
-                f"{self.storage.capacity}; load fewer, or raise the capacity."
+                f"{len(demonstrations)} new demonstrations and {num_human} stored human ones exceed the capacity "
+                f"{self.storage.capacity}. Load fewer, or raise the capacity."
             )
-        reward = [*self.storage.reward_demonstrations, *(each.copied() for each in demonstrations)]
-        reward, value = self._with_room(reward, [*self.storage.value_demonstrations], self.storage.successes)
+        reward = [*self.storage.reward_demonstrations, *(demo.copied() for demo in demonstrations)]
+        reward, value = self._within_capacity(reward, [*self.storage.value_demonstrations], self.storage.successes)
         self.storage.replace(reward, value)
         self._raise_threshold()
 
@@ -131,32 +135,34 @@ class DemonstrationWriter(Stateful):
             ValueError: The episode is a human demonstration; nothing was changed.
         """
         if episode.is_human:
-            raise ValueError(f"Demonstration {episode.name!r} is a human one, which is no success; load() keeps it.")
-        if self.cut_after_reward and len(rewarded := (episode.rewards > 0).nonzero()):
-            episode = episode.truncate(int(rewarded[-1]) + 1)
+            raise ValueError(
+                f"Demonstration {episode.name!r} is a human demonstration. Store it with load() instead of add()."
+            )
+        if self.cut_after_reward and len(reward_steps := (episode.rewards > 0).nonzero()):
+            episode = episode.truncate(int(reward_steps[-1]) + 1)
         episode = episode.with_value(value=episode.value, serial=None)  # a stored demonstration may be added again
-        storage, total = self.storage, episode.total_reward
+        storage, episode_return = self.storage, episode.total_reward
         reward, value = [*storage.reward_demonstrations], [*storage.value_demonstrations]
-        is_success = reaches(total, self.threshold)
+        is_success = reaches(episode_return, self.threshold)
         if is_success:
-            best = max((each.total_reward for each in reward), default=-math.inf)
-            if not reaches(best, total):
-                reward = [each for each in reward if each.is_human]
+            best = max((demo.total_reward for demo in reward), default=-math.inf)
+            if not reaches(best, episode_return):
+                reward = [demo for demo in reward if demo.is_human]
             reward.append(episode)
         else:
             value.append(episode)
-        is_kept = self._keep(reward, value, is_success, episode)
-        return None if not is_kept else "reward" if is_success else "value"
+        is_stored = self._store(reward, value, is_success, episode)
+        return None if not is_stored else "reward" if is_success else "value"
 
     def anneal(self) -> None:
         """Move probability and drop value demonstrations, as after one more success."""
-        self._keep([*self.storage.reward_demonstrations], [*self.storage.value_demonstrations], is_success=True)
+        self._store([*self.storage.reward_demonstrations], [*self.storage.value_demonstrations], is_success=True)
 
     def make_room(self) -> None:
         """Apply the capacity rule again, after the storage's capacity was lowered."""
-        self._keep([*self.storage.reward_demonstrations], [*self.storage.value_demonstrations], is_success=False)
+        self._store([*self.storage.reward_demonstrations], [*self.storage.value_demonstrations], is_success=False)
 
-    def _keep(
+    def _store(
         self,
         reward: list[Demonstration],
         value: list[Demonstration],
@@ -166,16 +172,16 @@ class DemonstrationWriter(Stateful):
         """Store the demonstrations within the capacity and count a success; return whether ``episode`` is stored."""
         storage = self.storage
         successes, annealed = storage.successes + is_success, storage.annealed
-        reward, value = self._with_room(reward, value, successes)
+        reward, value = self._within_capacity(reward, value, successes)
         if is_success:
             annealed = self.annealing.moved(annealed, successes, len(value))
-        is_kept = any(each is episode for each in (*reward, *value))
-        reward = [each.copied() if each is episode else each for each in reward]
-        value = [each.copied() if each is episode else each for each in value]
+        is_stored = any(demo is episode for demo in (*reward, *value))
+        reward = [demo.copied() if demo is episode else demo for demo in reward]
+        value = [demo.copied() if demo is episode else demo for demo in value]
         storage.replace(reward, value, successes, annealed)
         if is_success:
             self._raise_threshold()
-        return is_kept
+        return is_stored
 
     def refresh(self, demonstration: Demonstration, value: float) -> bool:
         """Set the value of a replayed demonstration to the critic's new largest estimate.
@@ -187,29 +193,29 @@ class DemonstrationWriter(Stateful):
             ValueError: ``value`` is NaN or infinity; nothing was changed.
         """
         serial, storage = demonstration.serial, self.storage
-        if serial is None or (kept := storage.find(serial)) is None:
+        if serial is None or (stored := storage.find(serial)) is None:
             return False
-        renewed = kept.with_value(value=value, serial=serial)
+        updated = stored.with_value(value=value, serial=serial)
         storage.replace(
-            [renewed if each.serial == serial else each for each in storage.reward_demonstrations],
-            [renewed if each.serial == serial else each for each in storage.value_demonstrations],
+            [updated if demo.serial == serial else demo for demo in storage.reward_demonstrations],
+            [updated if demo.serial == serial else demo for demo in storage.value_demonstrations],
         )
         return True
 
-    def _with_room(
+    def _within_capacity(
         self, reward: list[Demonstration], value: list[Demonstration], successes: int
     ) -> tuple[list[Demonstration], list[Demonstration]]:
         """Drop demonstrations above the capacity."""
-        capacity, is_drawn = self.storage.capacity, self._sampler is None or self._sampler.phi > 0
-        places = self.annealing.places(successes) if is_drawn else 0
-        while value and len(value) > min(places, capacity - len(reward)):
-            value.remove(min(value, key=lambda each: each.value))
+        capacity, stores_values = self.storage.capacity, self._sampler is None or self._sampler.phi > 0
+        value_capacity = self.annealing.remaining_capacity(successes) if stores_values else 0
+        while value and len(value) > min(value_capacity, capacity - len(reward)):
+            value.remove(min(value, key=lambda demo: demo.value))
         while len(reward) > capacity:
-            reward.remove(max((each for each in reward if not each.is_human), key=lambda each: each.length))
+            reward.remove(max((demo for demo in reward if not demo.is_human), key=lambda demo: demo.length))
         return reward, value
 
     def _raise_threshold(self) -> None:
-        returns = [each.total_reward for each in self.storage.reward_demonstrations]
+        returns = [demo.total_reward for demo in self.storage.reward_demonstrations]
         self.threshold = max(self.threshold, min(returns, default=-math.inf))
 
     def __repr__(self) -> str:

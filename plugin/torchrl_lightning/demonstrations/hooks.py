@@ -41,7 +41,7 @@ from torchrl_lightning.demonstrations.miner import DemonstrationMiner
 from torchrl_lightning.demonstrations.replay.actor import DemonstrationActor
 from torchrl_lightning.demonstrations.replay.collector_replay import DemonstrationReplay, End, LogProb
 from torchrl_lightning.demonstrations.replay.transform import DemonstrationReplayTransform
-from torchrl_lightning.demonstrations.task_check import given_recipe, recipe_metadata
+from torchrl_lightning.demonstrations.task_check import known_recipe, recipe_metadata
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.environments import EnvironmentSpecs
 from torchrl_lightning.environments.env_ids import env_ids
@@ -70,7 +70,7 @@ class DemonstrationSettings(Protocol):
     shared_demos: bool
 
 
-def _states(miners: dict[int, DemonstrationMiner]) -> dict[str, Any]:
+def _miner_states(miners: dict[int, DemonstrationMiner]) -> dict[str, Any]:
     return {str(first): miner.state_dict() for first, miner in miners.items()}
 
 
@@ -89,10 +89,10 @@ class DemonstrationHooks(Stateful, RolloutHooks):
         "storage": Child(),
         "writer": Child(),
         "replay": Attribute(of=lambda hooks: hooks._read_replay, at="_replay_state"),
-        "miners": Attribute(of=lambda hooks: hooks._read_miners, at="_miners", form=_states),
+        "miners": Attribute(of=lambda hooks: hooks._read_miners, at="_miners", form=_miner_states),
         "rollouts": Attribute(bounded_integer(), "_num_rollouts"),
         "is_tracked": Attribute(flag, "_is_tracked"),
-        "taken": Attribute(sequence, "_taken"),
+        "taken": Attribute(sequence, "_read_files"),
     }
 
     def __init__(
@@ -105,7 +105,7 @@ class DemonstrationHooks(Stateful, RolloutHooks):
         self.settings, self.storage, self.writer, self.sampler = settings, writer.storage, writer, sampler
         self.frame_skip = frame_skip
         """Frames of one step; None until :meth:`attach` reads them from the environment."""
-        self._replay_in(1, 1)  # validates the options
+        self._make_replay(1, 1)  # validates the options
         self._specs: EnvironmentSpecs | None = None
         self._recipe: EnvironmentRecipe | None = None
         self.replay: DemonstrationReplay | None = None
@@ -122,51 +122,54 @@ class DemonstrationHooks(Stateful, RolloutHooks):
 
     # ---- around a rollout --------------------------------------------------------------------------------------------
 
-    def _replay_in(self, num_envs: int, frame_stack: int) -> DemonstrationReplay:
+    def _make_replay(self, num_envs: int, frame_stack: int) -> DemonstrationReplay:
         ends, log_prob = self.settings.ends, self.settings.log_prob
         options: dict[str, Any] = {"ends": ends, "log_prob": log_prob, "frame_stack": frame_stack}
         return DemonstrationReplay(self.storage, self.sampler, num_envs, **options)
 
     def attach(self, env: Any, num_envs: int) -> None:
         """Prepare the replay in an environment, and read the directories."""
-        specs, of_env = demonstration_specs(env)
+        specs, env_frame_skip = demonstration_specs(env)
         if self.frame_skip is None:
-            told = (EnvsApi.of(self.settings.envs).env_kwargs or {}).get("frame_skip")
-            self.frame_skip = of_env if told is None else integer(told, "frame_skip")
+            configured = (EnvsApi.of(self.settings.envs).env_kwargs or {}).get("frame_skip")
+            self.frame_skip = env_frame_skip if configured is None else integer(configured, "frame_skip")
         check_saved_dtypes(self.settings.demo_dtypes, specs)
         if self.settings.target_agent_demos_dir is None:
-            needs = "target_agent_demos_dir"
-            check_defaults(f"without {needs}", f"give {needs}", demo_dtypes=(self.settings.demo_dtypes or None, None))
+            check_defaults(
+                "without target_agent_demos_dir",
+                "give target_agent_demos_dir",
+                demo_dtypes=(self.settings.demo_dtypes or None, None),
+            )
         self._specs = specs
-        self._recipe = given_recipe(env)
-        self.replay = self._replay_in(num_envs, 1 if self._recipe is None else self._recipe.frame_stack)
+        self._recipe = known_recipe(env)
+        self.replay = self._make_replay(num_envs, 1 if self._recipe is None else self._recipe.frame_stack)
         self.load_initial()
-        self._look_for_supplementary()
+        self._open_supplementary()
         if self.settings.target_agent_demos_dir is not None:
             check_writable(Path(self.settings.target_agent_demos_dir), "target_agent_demos_dir")
         self._warn(specs)
 
     def _warn(self, specs: EnvironmentSpecs) -> None:
         """Warn if failures may count as successes, human_share is useless, or the probability ratio is meaningless."""
-        threshold, given = self.writer.threshold, self.settings.initial_reward_threshold
-        is_rewarded = any(bool((each.rewards > 0).any()) for each in self.storage.reward_demonstrations)
-        if reaches(0.0, threshold) and not is_rewarded and (given is None or given >= 0):
+        threshold, configured = self.writer.threshold, self.settings.initial_reward_threshold
+        is_rewarded = any(bool((demo.rewards > 0).any()) for demo in self.storage.reward_demonstrations)
+        if reaches(0.0, threshold) and not is_rewarded and (configured is None or configured >= 0):
             _logger.warning(
-                "failures may count as successes, and be replayed as such: an episode is one from a return of %g on, "
-                "and no demonstration has a positive reward; set initial_reward_threshold "
+                "Failures may count as successes and be replayed: the threshold of a success is the return %g, and no "
+                "demonstration has a positive reward. Set initial_reward_threshold "
                 "(data.buffer.initial_reward_threshold) to the lowest return of a success.",
                 threshold,
             )
         if self.settings.human_share and not self.storage.num_human:
             _logger.warning(
-                "human_share=%g has no effect until there are human demonstrations; set initial_human_demos_dir "
+                "human_share=%g has no effect without human demonstrations. Set initial_human_demos_dir "
                 "(data.buffer.initial_human_demos_dir).",
                 self.settings.human_share,
             )
         if specs.action.dtype.is_floating_point and self.settings.log_prob == "deterministic":
             _logger.warning(
-                'log_prob="deterministic" compares a density with 1, as actions are continuous: the ratio depends on '
-                'their scale; set log_prob="current" (data.buffer.log_prob=current).'
+                'log_prob="deterministic" compares the density of continuous actions with 1, so that the ratio depends '
+                'on their scale. Set log_prob="current" (data.buffer.log_prob=current).'
             )
 
     def wrap_env(self, env: Any) -> Any:
@@ -208,20 +211,23 @@ class DemonstrationHooks(Stateful, RolloutHooks):
         """
         rho, phi = self.sampler.probabilities(self.storage)
         kinds = {"R": self.storage.reward_demonstrations, "V": self.storage.value_demonstrations}
-        figures = {**{f"demos/D_{kind}": float(len(held)) for kind, held in kinds.items()}, "demos/rho": rho}
-        figures["demos/phi"] = phi
+        values = {
+            **{f"demos/D_{kind}": float(len(demonstrations)) for kind, demonstrations in kinds.items()},
+            "demos/rho": rho,
+        }
+        values["demos/phi"] = phi
         if self.writer.threshold > -float("inf"):
-            figures["demos/threshold"] = self.writer.threshold
+            values["demos/threshold"] = self.writer.threshold
         replayed = None if rollout is None else rollout.get(REPLAYED, None)
         if replayed is not None:
-            figures["demos/replayed"] = replayed.float().mean().item()
+            values["demos/replayed"] = replayed.float().mean().item()
         if self._success is not None:
-            figures["demos/success"] = self._success
-        return figures
+            values["demos/success"] = self._success
+        return values
 
     def choose(self, env_id: int) -> Demonstration | None:
         """Draw and schedule the demonstration for an environment's next episode; None if none is replayed."""
-        self.attached()
+        self.require_specs()
         assert self.replay is not None
         return self.replay.choose(env_id)
 
@@ -232,21 +238,21 @@ class DemonstrationHooks(Stateful, RolloutHooks):
         ids = env_ids(rows, time_dim=0)
         first = 0 if ids is None else int(ids[0])
         if first not in self._miners:
-            self._miners[first] = self._miner(rows.shape[1])
+            self._miners[first] = self._make_miner(rows.shape[1])
         miner, successes = self._miners[first], self.storage.successes
         finished = miner.finished(rows)
         if self.settings.shared_demos:
-            finished = [each for rank in all_gather([each.copied() for each in finished]) for each in rank]
-        for each in finished:
-            miner.offer(each)
-        own = sum(each.mined is not None for each in finished)
-        self._success = (self.storage.successes - successes) / own if own else None
+            finished = [episode for rank in all_gather([episode.copied() for episode in finished]) for episode in rank]
+        for episode in finished:
+            miner.add(episode)
+        num_own = sum(episode.demonstration is not None for episode in finished)
+        self._success = (self.storage.successes - successes) / num_own if num_own else None
 
-    def _miner(self, num_envs: int) -> DemonstrationMiner:
+    def _make_miner(self, num_envs: int) -> DemonstrationMiner:
         return DemonstrationMiner(
             self.writer,
             num_envs,
-            specs=self.attached(),
+            specs=self.require_specs(),
             frame_skip=self.frame_skip or 1,
             metadata=recipe_metadata(self._recipe),
         )
@@ -265,36 +271,36 @@ class DemonstrationHooks(Stateful, RolloutHooks):
 
     # ---- files -------------------------------------------------------------------------------------------------------
 
-    def attached(self) -> EnvironmentSpecs:
+    def require_specs(self) -> EnvironmentSpecs:
         """Return the specs of the environment; raise a RuntimeError before :meth:`attach`."""
         if self._specs is None:
             raise RuntimeError("The environment of the demonstrations is unknown; call attach(env, num_envs) first.")
         return self._specs
 
     def _directory(self, path: str, **options: Any) -> DemonstrationDirectory:
-        return DemonstrationDirectory(path, self.attached(), self.frame_skip or 1, recipe=self._recipe, **options)
+        return DemonstrationDirectory(path, self.require_specs(), self.frame_skip or 1, recipe=self._recipe, **options)
 
     def read(self, path: str | Path) -> Demonstration:
         """Read a demonstration and check that it fits the environment, without storing it."""
-        specs = self.attached()
+        specs = self.require_specs()
         demonstration = read_demonstration(path, specs)
         demonstration.fits(specs, self.frame_skip or 1, self._recipe)
         return demonstration
 
     def load_initial(self) -> None:
         """Replace all stored demonstrations by the content of the initial directories; see :meth:`attach`."""
-        human = self._initial("initial_human_demos_dir", is_human=True)
-        agent = self._initial("initial_agent_demos_dir", is_human=False)
+        human = self._read_initial("initial_human_demos_dir", is_human=True)
+        agent = self._read_initial("initial_agent_demos_dir", is_human=False)
         capacity = self.storage.capacity
         if len(human) + len(agent) > capacity:
             raise DemonstrationFault(
-                f"There are {len(human)} human and {len(agent)} agent demonstrations at start, more than "
-                f"total_buffer_demo_capacity={capacity}; take some away, or enlarge it."
+                f"total_buffer_demo_capacity must be at least the number of initial demonstrations, {len(human)} human "
+                f"and {len(agent)} of the agent, got {capacity}. Remove demonstrations, or raise it."
             )
         self.storage.replace([], [])
         self.writer.load([*human, *agent])
 
-    def _initial(self, name: str, is_human: bool) -> tuple[Demonstration, ...]:
+    def _read_initial(self, name: str, is_human: bool) -> tuple[Demonstration, ...]:
         path = getattr(self.settings, name)
         if path is None:
             return ()
@@ -307,29 +313,32 @@ class DemonstrationHooks(Stateful, RolloutHooks):
         """Load new demonstrations from the supplementary directory if their return reaches the threshold."""
         if self._supplementary is None:
             return
-        found: list[Demonstration] = []
+        demonstrations: list[Demonstration] = []
         if not self.settings.shared_demos or this_rank() == 0:
-            found, self._waiting = [*self._waiting, *self._supplementary.poll()], []
+            demonstrations, self._waiting = [*self._waiting, *self._supplementary.poll()], []
         if self.settings.shared_demos:
-            found = broadcast_from_rank_zero(found)
-        for demonstration in found:
-            total, threshold = demonstration.total_reward, self.writer.threshold
-            if not reaches(total, threshold):
+            demonstrations = broadcast_from_rank_zero(demonstrations)
+        for demonstration in demonstrations:
+            episode_return, threshold = demonstration.total_reward, self.writer.threshold
+            if not reaches(episode_return, threshold):
                 _logger.info(
-                    "%s is left out: its return %g is below the threshold %g.", demonstration.name, total, threshold
+                    "Skipped %s: its return %g is below the threshold %g.",
+                    demonstration.name,
+                    episode_return,
+                    threshold,
                 )
                 continue
             try:
                 self.writer.load([demonstration])
             except ValueError as error:
-                _logger.warning("%s is left out: %s", demonstration.name, error)
+                _logger.warning("Skipped %s: %s", demonstration.name, error)
 
-    def _look_for_supplementary(self, taken: Collection[str] = ()) -> None:
+    def _open_supplementary(self, skipped: Collection[str] = ()) -> None:
         path = self.settings.supplementary_demos_dir
         if path is not None:
             check_writable(Path(path), "supplementary_demos_dir")
             Path(path).mkdir(parents=True, exist_ok=True)
-            self._supplementary = self._directory(path, human=False, may_be_empty=True, taken=taken)
+            self._supplementary = self._directory(path, human=False, may_be_empty=True, taken=skipped)
             self._waiting = [*self._supplementary.initial]
 
     def save(self) -> None:
@@ -344,16 +353,16 @@ class DemonstrationHooks(Stateful, RolloutHooks):
         if self._target is None:
             path = Path(self.settings.target_agent_demos_dir)
             self._target = self._directory(str(path / f"rank_{rank}" if rank else path), may_be_empty=True)
-        agents = [each for each in reversed(self.storage.reward_demonstrations) if not each.is_human]
-        best = {"reward": sorted(agents, key=lambda each: -each.total_reward)}
+        agent_demos = [demo for demo in reversed(self.storage.reward_demonstrations) if not demo.is_human]
+        best = {"reward": sorted(agent_demos, key=lambda demo: -demo.total_reward)}
         if self.settings.save_value_demos:
-            best["value"] = sorted(self.storage.value_demonstrations, key=lambda each: -each.value)
-        named = {
-            f"{kind}_demo_{place}": with_saved_dtypes(demonstration, self.settings.demo_dtypes)
+            best["value"] = sorted(self.storage.value_demonstrations, key=lambda demo: -demo.value)
+        files = {
+            f"{kind}_demo_{number}": with_saved_dtypes(demo, self.settings.demo_dtypes)
             for kind, ranked in best.items()
-            for place, demonstration in enumerate(ranked[: self.settings.num_agent_demos_to_save], 1)
+            for number, demo in enumerate(ranked[: self.settings.num_agent_demos_to_save], 1)
         }
-        self._target.save([*named.values()], [*named])
+        self._target.save([*files.values()], [*files])
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -378,16 +387,16 @@ class DemonstrationHooks(Stateful, RolloutHooks):
             if not first.isdecimal():
                 raise ValueError(f"The {self.OWNER} state has a miner of environment {first!r}, expected a number.")
             check_state(state, {"num_envs": bounded_integer(1), "running": sequence}, DemonstrationMiner.OWNER)
-            miners[int(first)] = miner = self._miner(len(state["running"]))
+            miners[int(first)] = miner = self._make_miner(len(state["running"]))
             miner.load_state_dict(state)
         return miners
 
     @property
-    def _taken(self) -> list[str]:
-        taken = set() if self._supplementary is None else self._supplementary.taken
-        return sorted(taken - {Path(each.name).name for each in self._waiting})
+    def _read_files(self) -> list[str]:
+        read_names = set() if self._supplementary is None else self._supplementary.taken
+        return sorted(read_names - {Path(demo.name).name for demo in self._waiting})
 
-    @_taken.setter
-    def _taken(self, names: Collection[str]) -> None:
+    @_read_files.setter
+    def _read_files(self, names: Collection[str]) -> None:
         if self.replay is not None:
-            self._look_for_supplementary(names)
+            self._open_supplementary(names)

@@ -20,31 +20,31 @@ from torchrl_lightning._core.tree_checks import check_tree
 from torchrl_lightning._core.validators import integer, optional
 from torchrl_lightning.demonstrations.demo_writer import DemonstrationWriter
 from torchrl_lightning.demonstrations.serialization import lowest_as_none, none_as_lowest
-from torchrl_lightning.demonstrations.trajectory import Demonstration, ends_at, newest_frames
+from torchrl_lightning.demonstrations.trajectory import Demonstration, end_flags, newest_frames
 from torchrl_lightning.environments import EnvironmentSpecs
 from torchrl_lightning.environments.env_ids import id_changes
 from torchrl_lightning.rollout.rollout_writer import time_major
 
-OWN = -1  # replaces the serial number in steps without a replay
+NOT_REPLAYED = -1  # replaces the serial number in steps without a replay
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedEpisode:
     """A finished episode of the agent, or a finished replay of a demonstration, with its largest state value.
 
     Attributes:
         serial: The serial number of the replayed demonstration.
         value: The present largest value of its states.
-        mined: The agent's episode; None for a replay.
+        demonstration: The agent's episode; None for a replay.
     """
 
     serial: int
     value: float
-    mined: Demonstration | None = None
+    demonstration: Demonstration | None = None
 
-    def copied(self) -> Finished:
+    def copied(self) -> FinishedEpisode:
         """Copy the tensors that are views of the rollout's memory."""
-        return replace(self, mined=self.mined and self.mined.copied())
+        return replace(self, demonstration=self.demonstration and self.demonstration.copied())
 
 
 @dataclass(frozen=True)
@@ -56,29 +56,29 @@ class _Episode:
     parts: tuple[TensorDictBase, ...] = ()
 
     @property
-    def is_played(self) -> bool:
-        return self.serial != OWN
+    def is_replay(self) -> bool:
+        return self.serial != NOT_REPLAYED
 
     @property
     def steps(self) -> TensorDictBase:
         return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
 
-    def extended(self, steps: TensorDictBase, value: float) -> _Episode:
-        parts = self.parts if self.is_played else (*self.parts, steps)
+    def with_steps(self, steps: TensorDictBase, value: float) -> _Episode:
+        parts = self.parts if self.is_replay else (*self.parts, steps)
         return _Episode(self.serial, max(self.value, value), parts)
 
-    def kept(self) -> _Episode:
+    def with_copied_tail(self) -> _Episode:
         """Copy the part from the last rollout, because its memory may be reused."""
         return replace(self, parts=(*self.parts[:-1], *(part.clone() for part in self.parts[-1:])))
 
-    def state(self) -> dict[str, Any]:
+    def to_state(self) -> dict[str, Any]:
         """Return the entries for a miner's state, without copying."""
         steps = self.steps.to_dict() if self.parts else None
         return {"serial": self.serial, "value": lowest_as_none(self.value), "steps": steps}
 
 
-def _states(running: list[_Episode | None]) -> list[dict[str, Any] | None]:
-    return [None if episode is None else episode.state() for episode in running]
+def _episode_states(running: list[_Episode | None]) -> list[dict[str, Any] | None]:
+    return [None if episode is None else episode.to_state() for episode in running]
 
 
 class DemonstrationMiner(Stateful):
@@ -115,7 +115,7 @@ class DemonstrationMiner(Stateful):
     STATE = {
         "num_envs": Attribute(),
         "count": Attribute(bounded_integer(), "_count"),
-        "running": Attribute(of=lambda miner: miner._read_running, at="_running", form=_states),
+        "running": Attribute(of=lambda miner: miner._read_running, at="_running", form=_episode_states),
     }
 
     def __init__(
@@ -148,16 +148,16 @@ class DemonstrationMiner(Stateful):
                 nothing was changed.
         """
         for finished in self.finished(rollout):
-            self.offer(finished)
+            self.add(finished)
 
-    def offer(self, finished: Finished) -> None:
+    def add(self, finished: FinishedEpisode) -> None:
         """Add an agent's episode to the writer, or update the value of a replayed demonstration."""
-        if finished.mined is not None:
-            self.writer.add(finished.mined)
-        elif (demonstration := self.writer.storage.find(finished.serial)) is not None:
-            self.writer.refresh(demonstration, finished.value)
+        if finished.demonstration is not None:
+            self.writer.add(finished.demonstration)
+        elif (stored := self.writer.storage.find(finished.serial)) is not None:
+            self.writer.refresh(stored, finished.value)
 
-    def finished(self, rollout: TensorDictBase) -> list[Finished]:
+    def finished(self, rollout: TensorDictBase) -> list[FinishedEpisode]:
         """Read a rollout like :meth:`mine`, and return the episodes that end in it without adding them.
 
         They are in the order of their ends, and share the rollout's memory. Replays with unknown values are left out.
@@ -165,8 +165,8 @@ class DemonstrationMiner(Stateful):
         rows = time_major(rollout, None)
         if rows.ndim != 2 or rows.shape[1] != self.num_envs:
             raise ValueError(
-                f"This miner follows {self.num_envs} environments, the rollout is {list(rollout.batch_size)} "
-                f"named {list(rollout.names)}."
+                f"rollout must have the dimensions time and {self.num_envs} environments, got "
+                f"{list(rollout.batch_size)} with the names {list(rollout.names)}."
             )
         done, starts = rows["next", "done"].flatten(1), rows.get("is_init", None)
         if starts is None:  # an episode begins in each environment without a running one
@@ -175,10 +175,10 @@ class DemonstrationMiner(Stateful):
         if (changes := id_changes(rows, 0, last_ids)) is not None:
             starts = starts | changes.to(starts.device)
             last_ids = rows[TRAJ_IDS][-1].reshape(self.num_envs, -1)[:, 0].clone()
-        values, serials = self._values(rows, done.shape), rows.get(DEMO_SERIAL, None)
-        serials = torch.full(done.shape, OWN) if serials is None else serials.flatten(1)
-        steps, after = self._observed(rows).update(rows.select(ACTION, REWARD)), rows.get("next")
-        following = self._observed(after) if self._keys[0] in after.keys(True) else None
+        values, serials = self._state_values(rows, done.shape), rows.get(DEMO_SERIAL, None)
+        serials = torch.full(done.shape, NOT_REPLAYED) if serials is None else serials.flatten(1)
+        steps, next_rows = self._select_observations(rows).update(rows.select(ACTION, REWARD)), rows.get("next")
+        next_observations = self._select_observations(next_rows) if self._keys[0] in next_rows.keys(True) else None
         running: list[_Episode | None] = [*self._running]
         ended: list[tuple[int, int, _Episode]] = []
         for env in range(self.num_envs):
@@ -189,47 +189,47 @@ class DemonstrationMiner(Stateful):
                     episode = _Episode(int(serials[begin, env]))
                 if episode is None:
                     continue
-                episode = episode.extended(steps[begin:end, env], values[begin:end, env].max().item())
+                episode = episode.with_steps(steps[begin:end, env], values[begin:end, env].max().item())
                 running[env] = episode
                 if done[end - 1, env]:
                     running[env] = None
                     ended.append((end, env, episode))
         # The keys are unique: an environment ends at most one episode in a step.
-        ended.sort(key=lambda each: each[:2])
+        ended.sort(key=lambda item: item[:2])
         count, finished = self._count, []
         for end, env, episode in ended:
-            mined = None
-            if not episode.is_played:
+            demonstration = None
+            if not episode.is_replay:
                 count += 1
-                mined = Demonstration(
+                demonstration = Demonstration(
                     episode.steps,
-                    None if following is None else following[end - 1, env],
+                    None if next_observations is None else next_observations[end - 1, env],
                     value=episode.value,
                     frame_skip=self.frame_skip,
                     name=f"episode {count}",
                     metadata=self.metadata,
-                    **ends_at(after, end - 1, env),
+                    **end_flags(next_rows, end - 1, env),
                 )
-            if mined is not None or episode.value > -math.inf:
-                finished.append(Finished(episode.serial, episode.value, mined))
+            if demonstration is not None or episode.value > -math.inf:
+                finished.append(FinishedEpisode(episode.serial, episode.value, demonstration))
         self._last_ids = last_ids
-        self._running, self._count = [episode and episode.kept() for episode in running], count
+        self._running, self._count = [episode and episode.with_copied_tail() for episode in running], count
         return finished
 
     @property
     def _keys(self) -> Sequence[NestedKey]:
         return ["observation"] if self.specs is None else self.specs.keys
 
-    def _observed(self, rows: TensorDictBase) -> TensorDictBase:
+    def _select_observations(self, rows: TensorDictBase) -> TensorDictBase:
         return rows.select("observation") if self.specs is None else newest_frames(rows, self.specs)
 
-    def _values(self, rows: TensorDictBase, shape: torch.Size) -> Tensor:
+    def _state_values(self, rows: TensorDictBase, shape: torch.Size) -> Tensor:
         values = rows.get(self.value_key, None)
         if values is None:
             return torch.full(shape, -math.inf, dtype=torch.float32)
         highest: Tensor = values.flatten(2).amax(-1)
         if not highest.isfinite().all():
-            raise ValueError(f"The rollout has a {self.value_key!r} that is not finite; look at the critic.")
+            raise ValueError(f"{self.value_key!r} of the rollout must be finite. Check the critic.")
         return highest
 
     def _loaded(self) -> None:
@@ -237,21 +237,22 @@ class DemonstrationMiner(Stateful):
 
     def _read_running(self, value: Any, name: str) -> list[_Episode | None]:
         if len(sequence(value, name)) != self.num_envs:
-            raise ValueError(f"The {self.OWNER} state follows {len(value)} of {self.num_envs} environments.")
-        return [each if each is None else self._read_episode(each) for each in value]
+            raise ValueError(f"The {self.OWNER} state must have {self.num_envs} environments, got {len(value)}.")
+        return [episode if episode is None else self._read_episode(episode) for episode in value]
 
     def _read_episode(self, state: Any) -> _Episode:
-        schema = {"serial": bounded_integer(OWN), "value": none_as_lowest, "steps": optional(mapping)}
+        schema = {"serial": bounded_integer(NOT_REPLAYED), "value": none_as_lowest, "steps": optional(mapping)}
         serial, value, steps = check_state(state, schema, self.OWNER).values()
-        if serial != OWN or steps is None:
+        if serial != NOT_REPLAYED or steps is None:
             return _Episode(serial, value)
         check_tree(steps, torch.Size([]), self.OWNER)
-        begun = Demonstration(to_tensordict(steps, torch.Size([])), name="of a running episode")
-        if {path_of(key) for key in begun.observation_keys} != {path_of(key) for key in self._keys}:
+        unfinished = Demonstration(to_tensordict(steps, torch.Size([])), name="of a running episode")
+        if {path_of(key) for key in unfinished.observation_keys} != {path_of(key) for key in self._keys}:
             raise ValueError(
-                f"The {self.OWNER} state observes {begun.observation_keys}, this {self.OWNER} {self._keys}."
+                f"The {self.OWNER} state must have the observation entries {self._keys}, got "
+                f"{unfinished.observation_keys}."
             )
-        return _Episode(OWN, value, (begun.steps.clone(),))
+        return _Episode(NOT_REPLAYED, value, (unfinished.steps.clone(),))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(num_envs={self.num_envs}, {self._count} episodes offered, {self.writer})"
+        return f"{type(self).__name__}(num_envs={self.num_envs}, {self._count} episodes, {self.writer})"

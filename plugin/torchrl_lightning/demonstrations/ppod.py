@@ -24,7 +24,7 @@ from torchrl_lightning.rollout.pytorchrl_names import DOCUMENTED
 from torchrl_lightning.rollout.rollout_buffer import RolloutBuffer
 from torchrl_lightning.rollout.rollout_writer import time_major
 
-Whole = Annotated[int, lambda value, name: integer(value, name, 0)]
+NonNegativeInt = Annotated[int, lambda value, name: integer(value, name, 0)]
 Dtypes = Annotated[Mapping[str, Dtype] | None, lambda value, name: saved_dtypes(value)]
 
 
@@ -110,7 +110,7 @@ class PPODBuffer(GAEBuffer):
     initial_agent_demos_dir: str | None = setting(default=None, kw_only=False)
     supplementary_demos_dir: str | None = setting(default=None, kw_only=False)
     target_agent_demos_dir: str | None = setting(default=None, kw_only=False)
-    num_agent_demos_to_save: Whole = setting(default=10, kw_only=False)
+    num_agent_demos_to_save: NonNegativeInt = setting(default=10, kw_only=False)
     initial_reward_threshold: Annotated[float | None, check_threshold] = setting(default=None, kw_only=False)
     save_demos_every: Count = setting(default=10, kw_only=False)
     demo_dtypes: Dtypes = setting(default=None, kw_only=False)
@@ -154,8 +154,8 @@ class PPODBuffer(GAEBuffer):
         for name in ("alpha", "annealing", "save_value_demos"):
             self.require_effect(name, self._phi, "phi above 0")
         # One place is reserved for a reward demonstration, and alpha needs at least two value demonstrations.
-        for name, least in (("alpha", 3), ("annealing", 2), ("save_value_demos", 2), ("human_share", 2)):
-            self.require_effect(name, capacity >= least, f"total_buffer_demo_capacity of at least {least}")
+        for name, minimum in (("alpha", 3), ("annealing", 2), ("save_value_demos", 2), ("human_share", 2)):
+            self.require_effect(name, capacity >= minimum, f"total_buffer_demo_capacity of at least {minimum}")
         for name in ("human_share", "ends", "log_prob"):
             self.require_effect(name, self._rho or self._phi, "rho or phi above 0")
 

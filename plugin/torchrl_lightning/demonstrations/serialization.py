@@ -19,16 +19,16 @@ from torchrl_lightning.demonstrations.trajectory import Demonstration
 _OWNER = "demonstration"
 
 
-def state_of(demonstration: Demonstration) -> dict[str, Any]:
+def to_state(demonstration: Demonstration) -> dict[str, Any]:
     """Return the fields of a demonstration: tensors, without a copy, and scalars."""
     last = demonstration.last_observation
     trees = {"steps": demonstration.steps.to_dict(), "last_observation": None if last is None else last.to_dict()}
     return {**vars(demonstration), **trees, "metadata": dict(demonstration.metadata)}
 
 
-def states_of(demonstrations: Iterable[Demonstration]) -> list[dict[str, Any]]:
+def to_states(demonstrations: Iterable[Demonstration]) -> list[dict[str, Any]]:
     """Return the fields of each demonstration."""
-    return [state_of(each) for each in demonstrations]
+    return [to_state(demo) for demo in demonstrations]
 
 
 def from_state(state: Any) -> Demonstration:
@@ -38,7 +38,7 @@ def from_state(state: Any) -> Demonstration:
 
 
 def from_states(value: Any, name: str) -> tuple[Demonstration, ...]:
-    """Validate the result of :func:`states_of`, and return copied demonstrations."""
+    """Validate the result of :func:`to_states`, and return copied demonstrations."""
     return tuple(map(from_state, sequence(value, name)))
 
 
@@ -49,8 +49,7 @@ def lowest_as_none(value: float) -> float | None:
 
 def none_as_lowest(value: Any, name: str) -> float:
     """Validate the result of :func:`lowest_as_none`, and return the number."""
-    found: float = -math.inf if value is None else number()(value, name)
-    return found
+    return -math.inf if value is None else number()(value, name)
 
 
 def _tree(value: Any, name: str) -> TensorDictBase:

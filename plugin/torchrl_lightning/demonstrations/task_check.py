@@ -14,16 +14,23 @@ from torchrl_lightning.environments.recipe import EnvironmentRecipe, differences
 
 _RECIPE = "recipe"  # the metadata entry with the recipe as JSON
 # Other settings only affect stepping and episode ends, or shapes and frame skip, which are compared elsewhere.
-_COMPARED = {"id": str | dict, "env_kwargs": dict, "wrappers": list, "observe": list, "clip_reward": int | float}
-_ASIDE = ("vectorization", "step_timeout", "demonstrations_of")  # settings of one run
+_TASK_SETTINGS = {"id": str | dict, "env_kwargs": dict, "wrappers": list, "observe": list, "clip_reward": int | float}
+_RUN_SETTINGS = ("vectorization", "step_timeout", "demonstrations_of")  # settings of one run
 # Arguments and Gymnasium wrappers that do not change steps.
-_ARGUMENTS = {"camera_id", "camera_name", "default_camera_config", "device", "disable_env_checker"}
-_ARGUMENTS |= {"max_episode_steps", "num_envs", "render_fps", "render_mode", "seed"}
-_WRAPPERS = {"AddWhiteNoise", "Autoreset", "HumanRendering", "ObstructView", "OrderEnforcing", "PassiveEnvChecker"}
-_WRAPPERS |= {"RecordEpisodeStatistics", "RecordVideo", "RenderCollection", "TimeLimit"}
+_HARMLESS_ARGUMENTS = {"camera_id", "camera_name", "default_camera_config", "device", "disable_env_checker"}
+_HARMLESS_ARGUMENTS |= {"max_episode_steps", "num_envs", "render_fps", "render_mode", "seed"}
+_HARMLESS_WRAPPERS = {
+    "AddWhiteNoise",
+    "Autoreset",
+    "HumanRendering",
+    "ObstructView",
+    "OrderEnforcing",
+    "PassiveEnvChecker",
+}
+_HARMLESS_WRAPPERS |= {"RecordEpisodeStatistics", "RecordVideo", "RenderCollection", "TimeLimit"}
 
 
-def given_recipe(env: Any) -> EnvironmentRecipe | None:
+def known_recipe(env: Any) -> EnvironmentRecipe | None:
     """Return the recipe of an environment; None for an instance, because its recipe is unknown."""
     return None if isinstance(env, VectorEnv | EnvBase) else recipe_of(env)
 
@@ -37,7 +44,7 @@ def recipe_metadata(recipe: EnvironmentRecipe | None) -> dict[str, str]:
     """
     if recipe is None:
         return {}
-    return {"environment": str(plain(recipe.id)), _RECIPE: json.dumps(_settings(recipe))}
+    return {"environment": str(plain(recipe.id)), _RECIPE: json.dumps(_to_json_settings(recipe))}
 
 
 def recorded_recipe(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -48,14 +55,16 @@ def recorded_recipe(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
         ({'id': 'CartPole-v1'}, None)
     """
     try:
-        found = json.loads(metadata[_RECIPE])
-        check_config(found, where=_RECIPE, trusted=True)  # trusted, because nothing is built from it
+        settings = json.loads(metadata[_RECIPE])
+        check_config(settings, where=_RECIPE, trusted=True)  # trusted, because nothing is built from it
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
-    is_one = isinstance(found, dict) and "id" in found
-    if not is_one or not all(isinstance(found[name], kind) for name, kind in _COMPARED.items() if name in found):
+    has_id = isinstance(settings, dict) and "id" in settings
+    if not has_id or not all(
+        isinstance(settings[name], type_) for name, type_ in _TASK_SETTINGS.items() if name in settings
+    ):
         return None
-    return found if isinstance(_name(found), str) else None
+    return settings if isinstance(_environment_name(settings), str) else None
 
 
 def check_task(owner: str, metadata: Mapping[str, Any], recipe: EnvironmentRecipe | None) -> None:
@@ -71,51 +80,52 @@ def check_task(owner: str, metadata: Mapping[str, Any], recipe: EnvironmentRecip
         recipe: The environment's recipe; the names in its ``demonstrations_of`` are accepted.
 
     Examples:
-        >>> shown = recipe_metadata(EnvironmentRecipe("CartPole-v1"))
-        >>> check_task("Demonstration 'a'", shown, EnvironmentRecipe("CartPole-v1", time_limit=9))
-        >>> check_task("Demonstration 'a'", shown, EnvironmentRecipe("CartPole-v1", clip_reward=1))
+        >>> recorded = recipe_metadata(EnvironmentRecipe("CartPole-v1"))
+        >>> check_task("Demonstration 'a'", recorded, EnvironmentRecipe("CartPole-v1", time_limit=9))
+        >>> check_task("Demonstration 'a'", recorded, EnvironmentRecipe("CartPole-v1", clip_reward=1))
         Traceback (most recent call last):
             ...
-        ValueError: Demonstration 'a' was recorded without clip_reward, the environment has clip_reward=1.0; take \
-demonstrations of this environment, or allow these by demonstrations_of=['CartPole-v1'] of its recipe (data.env).
+        ValueError: Demonstration 'a' was recorded without clip_reward, but the environment has clip_reward=1.0. Use \
+demonstrations of this environment, or set demonstrations_of=['CartPole-v1'] of its recipe (data.env).
     """
-    shown = recorded_recipe(metadata)
-    if shown is None or recipe is None:
+    recorded = recorded_recipe(metadata)
+    if recorded is None or recipe is None:
         return
-    there, here = _task(shown), _task(_settings(recipe))
-    name = _name(there)
-    if name in map(_bare, recipe.demonstrations_of) or any(map(_is_private, (name, _name(here)))):
+    recorded_task, current_task = _task_settings(recorded), _task_settings(_to_json_settings(recipe))
+    name, accepted = _environment_name(recorded_task), map(_without_module, recipe.demonstrations_of)
+    if name in accepted or any(map(_is_private, (name, _environment_name(current_task)))):
         return
-    for field, theirs, ours in differences(there, here):
+    for field, recorded_value, current_value in differences(recorded_task, current_task):
+        recorded_with = f"without {field}" if recorded_value is None else f"with {field}={recorded_value!r}"
+        current = f"no {field}" if current_value is None else f"{field}={current_value!r}"
         raise ValueError(
-            f"{owner} was recorded {_said(field, theirs, 'with ')}, the environment {_said(field, ours, 'has ')}; take "
-            f"demonstrations of this environment, or allow these by demonstrations_of=[{name!r}] of its recipe "
-            "(data.env)."
+            f"{owner} was recorded {recorded_with}, but the environment has {current}. Use demonstrations of this "
+            f"environment, or set demonstrations_of=[{name!r}] of its recipe (data.env)."
         )
 
 
-def _settings(recipe: EnvironmentRecipe) -> dict[str, Any]:
-    settings = {name: value for name, value in recipe.settings().items() if name not in _ASIDE}
-    as_read: dict[str, Any] = json.loads(json.dumps(settings))
-    return as_read
+def _to_json_settings(recipe: EnvironmentRecipe) -> dict[str, Any]:
+    settings = {name: value for name, value in recipe.settings().items() if name not in _RUN_SETTINGS}
+    plain_settings: dict[str, Any] = json.loads(json.dumps(settings))
+    return plain_settings
 
 
-def _task(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _task_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the compared part of a recipe's settings."""
-    task = {name: settings[name] for name in _COMPARED if name in settings}
+    task = {name: settings[name] for name in _TASK_SETTINGS if name in settings}
     if isinstance(task["id"], str):
-        task["id"] = _bare(task["id"])
-    arguments = {name: value for name, value in task.pop("env_kwargs", {}).items() if name not in _ARGUMENTS}
-    wrappers = [each for each in task.pop("wrappers", []) if not _is_harmless(each)]
+        task["id"] = _without_module(task["id"])
+    arguments = {name: value for name, value in task.pop("env_kwargs", {}).items() if name not in _HARMLESS_ARGUMENTS}
+    wrappers = [wrapper for wrapper in task.pop("wrappers", []) if not _is_harmless(wrapper)]
     return {**task, **({"env_kwargs": arguments} if arguments else {}), **({"wrappers": wrappers} if wrappers else {})}
 
 
-def _name(settings: Mapping[str, Any]) -> Any:
-    id = settings["id"]
-    return id.get("_target_") if isinstance(id, dict) else id
+def _environment_name(settings: Mapping[str, Any]) -> Any:
+    environment = settings["id"]
+    return environment.get("_target_") if isinstance(environment, dict) else environment
 
 
-def _bare(id: str) -> str:
+def _without_module(id: str) -> str:
     """Return an id without the module that registers it."""
     return id.rpartition(":")[2]
 
@@ -126,10 +136,4 @@ def _is_private(name: str) -> bool:
 
 def _is_harmless(wrapper: Any) -> bool:
     package, _, name = str(wrapper.get("_target_") if isinstance(wrapper, dict) else "").rpartition(".")
-    return package.startswith("gymnasium.wrappers") and name in _WRAPPERS
-
-
-def _said(field: str, value: Any, verb: str) -> str:
-    if value is None:
-        return f"{'without' if verb == 'with ' else 'has no'} {field}"
-    return f"{verb}{field}={value!r}"
+    return package.startswith("gymnasium.wrappers") and name in _HARMLESS_WRAPPERS

@@ -69,31 +69,33 @@ class Demonstration:
 
     def __post_init__(self) -> None:
         owner = f"Demonstration {self.name!r}"
-        steps = _dense(self.steps, owner)
-        own: dict[str, object] = {"steps": _checked_steps(steps, owner), "metadata": dict(self.metadata)}
+        steps = _to_dense(self.steps, owner)
+        fields: dict[str, object] = {"steps": _validate_steps(steps, owner), "metadata": dict(self.metadata)}
         if self.last_observation is not None:
-            own["last_observation"] = _checked_last(steps, _dense(self.last_observation, owner), owner)
-        own["is_human"] = boolean(self.is_human, f"{owner}: is_human")
-        own["value"] = _checked_value(self.value, owner)
-        own["frame_skip"] = integer(self.frame_skip, f"{owner}: frame_skip")
-        own["terminated"], own["truncated"] = self._checked_ends(owner)
-        for key, known in self.metadata.items():
-            if type(key) is not str or type(known) not in (str, int, float, bool):
-                raise ValueError(f"{owner}: metadata {key!r} is {known!r}, expected a name with a text or a number.")
-        for name, value in own.items():
+            fields["last_observation"] = _validate_last_observation(
+                steps, _to_dense(self.last_observation, owner), owner
+            )
+        fields["is_human"] = boolean(self.is_human, f"{owner}: is_human")
+        fields["value"] = _validate_value(self.value, owner)
+        fields["frame_skip"] = integer(self.frame_skip, f"{owner}: frame_skip")
+        fields["terminated"], fields["truncated"] = self._validate_ends(owner)
+        for key, entry in self.metadata.items():
+            if type(key) is not str or type(entry) not in (str, int, float, bool):
+                raise ValueError(f"{owner}: metadata must map names to strings or numbers, got {key!r}: {entry!r}.")
+        for name, value in fields.items():
             object.__setattr__(self, name, value)
 
-    def _checked_ends(self, owner: str) -> tuple[bool | None, bool | None]:
+    def _validate_ends(self, owner: str) -> tuple[bool | None, bool | None]:
         terminated, truncated = (
             optional(boolean)(value, f"{owner}: {name}")
             for name, value in (("terminated", self.terminated), ("truncated", self.truncated))
         )
-        told = self.metadata.get("terminated")
-        if terminated is None and truncated is None and type(told) is bool:
-            return told, not told
+        recorded = self.metadata.get("terminated")
+        if terminated is None and truncated is None and type(recorded) is bool:
+            return recorded, not recorded
         if (terminated is None) != (truncated is None):
             raise ValueError(
-                f"{owner}: terminated={terminated} and truncated={truncated}; give both, or neither if none is known."
+                f"{owner}: terminated={terminated} and truncated={truncated}; set both, or neither if they are unknown."
             )
         return terminated, truncated
 
@@ -140,12 +142,12 @@ class Demonstration:
         Examples:
             >>> steps = TensorDict({"observation": torch.arange(3.0)[:, None], "action": torch.tensor([0, 1, 1])}, [3])
             >>> steps["next", "reward"] = torch.tensor([[0.0], [1.0], [0.0]])
-            >>> short = Demonstration(steps).shortened(2)
+            >>> short = Demonstration(steps).truncate(2)
             >>> short.length, short.last_observation["observation"].item()
             (2, 2.0)
         """
         if not 1 <= length <= self.length:
-            raise ValueError(f"Demonstration {self.name!r} has {self.length} steps, {length} of them were asked for.")
+            raise ValueError(f"length must be between 1 and {self.length}, the steps of {self.name!r}, got {length}.")
         if length == self.length:
             return self
         last = self.steps[length].select(*self.observation_keys)
@@ -158,7 +160,7 @@ class Demonstration:
             ValueError: ``value`` is NaN or infinity.
         """
         copied = copy.copy(self)
-        object.__setattr__(copied, "value", _checked_value(value, f"Demonstration {self.name!r}"))
+        object.__setattr__(copied, "value", _validate_value(value, f"Demonstration {self.name!r}"))
         object.__setattr__(copied, "serial", serial)
         return copied
 
@@ -188,35 +190,36 @@ class Demonstration:
             >>> Demonstration(steps, name="goal.npz").fits(environment_specs(make_vector_env("CartPole-v1", 1)))
             Traceback (most recent call last):
                 ...
-            ValueError: Demonstration 'goal.npz': 'action' holds values from 2 to 2, which the environment's action \
-space does not have (...); replay it in the environment that it was recorded in.
+            ValueError: Demonstration 'goal.npz': 'action' has values from 2 to 2, which are not all in the \
+environment's action space (...); replay it in the environment that it was recorded in.
         """
-        owner, mend = f"Demonstration {self.name!r}", "replay it in the environment that it was recorded in"
+        owner, remedy = f"Demonstration {self.name!r}", "replay it in the environment that it was recorded in"
         check_task(owner, self.metadata, recipe)
         if self.frame_skip != frame_skip:
             raise ValueError(
-                f"{owner} has frame_skip={self.frame_skip}, the environment frame_skip={frame_skip}; "
-                "set the environment's to the former, or record it anew."
+                f"{owner} has frame_skip={self.frame_skip}, but the environment has frame_skip={frame_skip}. "
+                "Set the environment's frame_skip to the first number, or record it again."
             )
-        wanted = {path_of(key): specs.observation[key] for key in specs.keys}
-        found = {path_of(key) for key in self.observation_keys}
-        if set(wanted) != found:
+        expected = {path_of(key): specs.observation[key] for key in specs.keys}
+        paths = {path_of(key) for key in self.observation_keys}
+        if set(expected) != paths:
             raise ValueError(
-                f"{owner} has the observation entries {_named(found)}, the environment {_named(set(wanted))}; {mend}."
+                f"{owner} has the observation entries {_format_paths(paths)}, but the environment has "
+                f"{_format_paths(set(expected))}; {remedy}."
             )
-        for path, spec in {**wanted, (ACTION,): specs.action}.items():
+        for path, spec in {**expected, (ACTION,): specs.action}.items():
             leaf = self.steps.get(path)
             if leaf.shape[1:] != spec.shape or leaf.dtype != spec.dtype:
                 raise ValueError(
-                    f"{owner}: {name_of(path)} is {list(leaf.shape[1:])} of {_dtype(leaf.dtype)} in each step, in the "
-                    f"environment {list(spec.shape)} of {_dtype(spec.dtype)}; {mend}."
+                    f"{owner}: {name_of(path)} is {list(leaf.shape[1:])} of {_format_dtype(leaf.dtype)} in each step, "
+                    f"but {list(spec.shape)} of {_format_dtype(spec.dtype)} in the environment; {remedy}."
                 )
         actions = self.steps.get(ACTION)
         if (error := action_error(actions, specs)) is not None:
-            raise ValueError(f"{owner}: {error}; {mend if specs.action_format.low is None else _CLIP}.")
+            raise ValueError(f"{owner}: {error}; {remedy if specs.action_format.low is None else _CLIP}.")
 
 
-def ends_at(following: TensorDictBase, *index: int) -> dict[str, Any]:
+def end_flags(following: TensorDictBase, *index: int) -> dict[str, Any]:
     """Return ``terminated`` and ``truncated`` of a :class:`Demonstration` from one of the ``"next"`` rows."""
     flags = {name: following.get(name, None) for name in ("terminated", "truncated", "done")}
     if flags["terminated"] is None:
@@ -255,7 +258,7 @@ def _newest(leaf: Tensor, shape: torch.Size, batch_dims: int) -> Tensor:
     return leaf
 
 
-def _dense(data: TensorDictBase, owner: str) -> TensorDict:
+def _to_dense(data: TensorDictBase, owner: str) -> TensorDict:
     try:
         check_tensordict(data)
         return to_tensordict(tree_of(data), torch.Size([]))
@@ -263,54 +266,54 @@ def _dense(data: TensorDictBase, owner: str) -> TensorDict:
         raise TypeError(f"{owner}: {error}") from None
 
 
-def _checked_steps(steps: TensorDict, owner: str) -> TensorDict:
+def _validate_steps(steps: TensorDict, owner: str) -> TensorDict:
     for key in (ACTION, REWARD):
         if not isinstance(steps.get(key), Tensor):
             keys = [name for name, _ in keyed_leaves(steps)]
             raise ValueError(f"{owner} lacks the entry {key!r}; it has {keys}.")
     if not _observation_keys(steps):
-        raise ValueError(f"{owner} lacks an observation; put it beside {ACTION!r}, before each step.")
+        raise ValueError(f"{owner} has no observation. Store the observation before each step next to {ACTION!r}.")
     reward = steps.get(REWARD)
     if reward.ndim != 2 or reward.shape[1] != 1 or reward.dtype != torch.float32:
         raise ValueError(
-            f"{owner}: {REWARD!r} is {list(reward.shape)} of {_dtype(reward.dtype)}, expected [T, 1] of float32."
+            f"{owner}: {REWARD!r} is {list(reward.shape)} of {_format_dtype(reward.dtype)}, expected [T, 1] of float32."
         )
     length = len(reward)
     if not length:
         raise ValueError(f"{owner} has no steps.")
     for key, leaf in keyed_leaves(steps):
         if leaf.shape[:1] != (length,):
-            raise ValueError(f"{owner}: {key!r} is {list(leaf.shape)}, but there are {length} rewards, one a step.")
+            raise ValueError(f"{owner}: {key!r} must have {length} rows, one for each reward, got {list(leaf.shape)}.")
         _check_finite(leaf, key, owner)
     return to_tensordict(tree_of(steps), torch.Size([length])).lock_()
 
 
-def _checked_last(steps: TensorDict, last: TensorDict, owner: str) -> TensorDict:
+def _validate_last_observation(steps: TensorDict, last: TensorDict, owner: str) -> TensorDict:
     keys = _observation_keys(steps)
     if {path_of(key) for key, _ in keyed_leaves(last)} != {path_of(key) for key in keys}:
-        found = [key for key, _ in keyed_leaves(last)]
-        raise ValueError(f"{owner}: last_observation has the entries {found}, the steps have {keys}.")
+        last_keys = [key for key, _ in keyed_leaves(last)]
+        raise ValueError(f"{owner}: last_observation has the entries {last_keys}, the steps have {keys}.")
     for key, leaf in keyed_leaves(last):
-        step = steps.get(key)
-        if leaf.shape != step.shape[1:] or leaf.dtype != step.dtype:
+        steps_leaf = steps.get(key)
+        if leaf.shape != steps_leaf.shape[1:] or leaf.dtype != steps_leaf.dtype:
             raise ValueError(
-                f"{owner}: {key!r} of last_observation is {list(leaf.shape)} of {_dtype(leaf.dtype)}, "
-                f"in each step {list(step.shape[1:])} of {_dtype(step.dtype)}."
+                f"{owner}: {key!r} of last_observation is {list(leaf.shape)} of {_format_dtype(leaf.dtype)}, "
+                f"in each step {list(steps_leaf.shape[1:])} of {_format_dtype(steps_leaf.dtype)}."
             )
         _check_finite(leaf, key, f"{owner}: last_observation")
     return last.lock_()
 
 
-def _checked_value(value: float, owner: str) -> float:
+def _validate_value(value: float, owner: str) -> float:
     if not value < math.inf:
-        raise ValueError(f"{owner}: value must be a finite number, or -inf where none was made, got {value}.")
+        raise ValueError(f"{owner}: value must be a finite number, or -inf without an estimate, got {value}.")
     return float(value)
 
 
 def _check_finite(leaf: Tensor, key: NestedKey, owner: str) -> None:
     if (leaf.is_floating_point() or leaf.is_complex()) and not leaf.isfinite().all():
         index = (~leaf.isfinite()).nonzero()[0].tolist()
-        raise ValueError(f"{owner}: {key!r} holds NaN or infinity, first at {index}; it cannot be replayed.")
+        raise ValueError(f"{owner}: {key!r} contains NaN or infinity, first at {index}.")
 
 
 def action_error(actions: Tensor, specs: EnvironmentSpecs) -> str | None:
@@ -318,22 +321,25 @@ def action_error(actions: Tensor, specs: EnvironmentSpecs) -> str | None:
 
     An action may exceed the bounds of a Box by a rounding error.
     """
-    form = specs.action_format
-    if form.low is None or form.high is None:
+    action_format = specs.action_format
+    if action_format.low is None or action_format.high is None:
         if specs.action.expand(actions.shape).is_in(actions):
             return None
         space = " ".join(repr(specs.action).split())
         return (
-            f"{ACTION!r} holds values from {actions.min()} to {actions.max()}, which the environment's action "
-            f"space does not have ({space})"
+            f"{ACTION!r} has values from {actions.min()} to {actions.max()}, which are not all in the environment's "
+            f"action space ({space})"
         )
-    outside = np.argwhere(form.outside(actions))
+    outside = np.argwhere(action_format.outside(actions))
     if not len(outside):
         return None
     step, *entry = outside[0].tolist()
-    low, high, found = (bound[tuple(entry)] for bound in (form.low, form.high, actions[step].reshape(form.shape)))
+    low, high, value = (
+        bound[tuple(entry)]
+        for bound in (action_format.low, action_format.high, actions[step].reshape(action_format.shape))
+    )
     return (
-        f"{ACTION!r}{[step, *entry]} is {found:g}, outside of [{low:g}, {high:g}], the bounds of the environment's "
+        f"{ACTION!r}{[step, *entry]} is {value:g}, outside of [{low:g}, {high:g}], the bounds of the environment's "
         "action space"
     )
 
@@ -342,9 +348,9 @@ def _observation_keys(steps: TensorDictBase) -> list[NestedKey]:
     return [key for key, _ in keyed_leaves(steps) if key != ACTION and path_of(key)[0] != "next"]
 
 
-def _dtype(dtype: torch.dtype) -> str:
+def _format_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _named(paths: set[tuple[str, ...]]) -> str:
+def _format_paths(paths: set[tuple[str, ...]]) -> str:
     return ", ".join(sorted(map(name_of, paths)))

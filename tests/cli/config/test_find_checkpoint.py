@@ -63,7 +63,7 @@ def with_frames(path: Path, frames: int, into: Path, age: int = 0) -> None:
         ({"best": 128, "best-v1": 256}, {"best": 0, "best-v1": 9}, "best-v1"),
     ],
 )
-def test_most_frames_win_and_not_the_newest_file(
+def test_checkpoint_with_the_most_frames_wins_over_the_newest(
     frames: dict[str, int], ages: dict[str, int], expected: str, home: Path
 ) -> None:
     folder = run_folder(home) / "checkpoints"
@@ -83,7 +83,7 @@ def test_run_with_the_most_frames_wins(home: Path) -> None:
     assert chosen(home)[0] == second / "checkpoints" / "last.ckpt"
 
 
-def test_damaged_checkpoint_gives_way_to_the_next(home: Path) -> None:
+def test_damaged_checkpoint_is_skipped(home: Path) -> None:
     last, best = (run_folder(home) / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
     content = bytearray(last.read_bytes())
     content[len(content) // 2] ^= 255
@@ -134,7 +134,7 @@ def own_files(folder: Path) -> None:
 DAMAGE: dict[Callable[[Path], None], str] = {
     **dict.fromkeys((empty, torn, binary, foreign, a_list, tagged), "hydra.yaml is damaged"),
     without_record: "no record of its run",
-    without_checkpoints: "holds no checkpoint",
+    without_checkpoints: "contains no checkpoint",
     own_files: "is not a complete checkpoint",
 }
 
@@ -175,12 +175,12 @@ def test_folder_that_cannot_be_read_is_named(home: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("other", ["model.learning_rate=0.5", "experiment=ppo_pendulum", "ckpt_path=null"])
-def test_runs_with_other_settings_are_passed_over_without_a_word(other: str, home: Path) -> None:
+def test_runs_with_other_settings_are_skipped_silently(other: str, home: Path) -> None:
     done = call("train", "ckpt_path=auto", *GIVEN, other, "--cfg", "job", cwd=home)
     assert (OmegaConf.create(done.stdout).ckpt_path, done.stderr) == (None, "")
 
 
-def test_each_run_of_a_sweep_takes_its_own_whatever_the_order_of_settings(home: Path) -> None:
+def test_runs_of_a_sweep_find_their_checkpoints_in_any_order_of_settings(home: Path) -> None:
     last = run_folder(home) / "checkpoints" / "last.ckpt"
     done = call("train", "--multirun", "ckpt_path=auto", GIVEN[-2], *GIVEN[:-2], "seed=3,4", cwd=home)
     assert done.returncode == 0, done.stderr
@@ -198,7 +198,7 @@ def test_run_that_another_process_writes_is_refused(home: Path, tmp_path: Path) 
             assert f"is being written by process {holder} on " in done.stderr
 
 
-def test_run_that_is_not_resumed_says_so_and_begins(home: Path) -> None:
+def test_unused_checkpoint_is_named_and_a_new_run_starts(home: Path) -> None:
     empty(run_folder(home))
     done = call("train", *GIVEN, "ckpt_path=auto", cwd=home)
     assert done.returncode == 0
@@ -209,20 +209,20 @@ def test_run_that_is_not_resumed_says_so_and_begins(home: Path) -> None:
 OWN = "import gymnasium\ndef make(**options):\n    return gymnasium.make('CartPole-v1', **options)\n"
 
 
-def test_auto_resumes_a_run_with_classes_of_ones_own_only_if_it_is_told_to_trust_it(tmp_path: Path) -> None:
+def test_auto_resumes_a_run_with_own_classes_only_with_trusted(tmp_path: Path) -> None:
     (tmp_path / "own_cart.py").write_text(OWN)
     given = [*GIVEN, "data.env={_target_:hydra.utils.get_method,path:own_cart.make}", "ckpt_path=auto"]
     first = call("train", *given, cwd=tmp_path)
     assert first.returncode == 0, first.stderr
-    assert first.stdout.count("to resume or evaluate it, say trusted=true") == 1
+    assert first.stdout.count("to resume or evaluate it, set trusted=true") == 1
     refused = call("train", *given, cwd=tmp_path)
     assert refused.returncode == 1
-    assert re.fullmatch("error: .*hydra.utils.get_method.*say trusted=true.\n", refused.stderr)
+    assert re.fullmatch("error: .*hydra.utils.get_method.*set trusted=true.\n", refused.stderr)
     done = call("train", *given, "trusted=true", "--cfg", "job", cwd=tmp_path)
     assert str(OmegaConf.create(done.stdout).ckpt_path).endswith("last.ckpt"), done.stderr
 
 
-def test_fresh_run_may_be_told_to_trust_what_it_will_find(tmp_path: Path) -> None:
+def test_new_run_accepts_trusted(tmp_path: Path) -> None:
     done = call("train", *GIVEN, "ckpt_path=auto", "trusted=true", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "say trusted=true" not in done.stdout
+    assert "set trusted=true" not in done.stdout

@@ -1,4 +1,4 @@
-"""A run begins with the weights and moments of another, or says in one line what does not fit."""
+"""A run starts with the weights and moments of another, or says in one line what does not fit."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ def check_begun(first: Path, ended: Path) -> None:
 def test_run_begins_with_the_weights_and_moments_of_another(first, run, tmp_path):
     save_pretrained(first, tmp_path / "published")
     said = run("train", *TINY, *NORMALISED, *TUNED, *QUIET, "init_from=published", "hydra.run.dir=second").stdout
-    assert "begins with the weights and moments of published\n" in said
+    assert "starts with the weights and moments of published\n" in said
     check_begun(first, tmp_path / "second")
     assert moments(tmp_path / "second")["observation"]["entries"][0]["moments"]["count"] == 256 + 512
     assert moments(tmp_path / "second")["reward"]["count"] == 256 + 512
     assert last_line(said)[4] == "512"
 
 
-def test_one_whose_moments_are_frozen_is_resumed_as_any_other(first, run, tmp_path):
+def test_run_with_frozen_moments_can_be_resumed(first, run, tmp_path):
     given = [*TINY, *NORMALISED, *TUNED, *QUIET, f"init_from={first}", "freeze_statistics=true"]
     said = run("train", *given, "hydra.run.dir=whole").stdout
-    assert f"begins with the weights and moments of {first}/checkpoints/best.ckpt\n" in said
+    assert f"starts with the weights and moments of {first}/checkpoints/best.ckpt\n" in said
     check_begun(first, tmp_path / "whole")
     run("train", *given, "trainer.max_epochs=2", "hydra.run.dir=half")
     (first / "checkpoints").rename(tmp_path / "gone")  # a resumed run needs it no more
@@ -93,13 +93,13 @@ SHOWN = [
 ]
 
 
-def test_of_a_run_that_cloned_behaviour_ppo_with_demonstrations_takes_the_actor(run, tmp_path, monkeypatch):
+def test_ppod_takes_the_actor_of_a_behaviour_cloning_run(run, tmp_path, monkeypatch):
     recorded(tmp_path / "shown", episodes=2)
     updates = ["data.updates_per_epoch=4", "trainer.max_epochs=1"]
     run("train", *SMALL, *CLONED, *updates, "model.network.activation=tanh", *QUIET, "hydra.run.dir=cloned")
     given = [*SMALL, *SHOWN, "model.learning_rate=1e-9", "data.total_frames=64", "init_from=cloned"]
     said = run("train", *given, *QUIET, "hydra.run.dir=warm").stdout
-    assert "begins with the actor and moments of cloned/checkpoints/best.ckpt; new: critic_network\n" in said
+    assert "starts with the actor and moments of cloned/checkpoints/best.ckpt; new: critic_network\n" in said
     there, here = (stored(tmp_path / name)["state_dict"] for name in ("cloned", "warm"))
     names = [name for name in here if name.startswith("actor_network.")]
     assert len(names) == 4
@@ -124,7 +124,7 @@ MISTAKES = {
     "another network": ([*NORMALISED, "model.network.hidden_sizes=[8]"], "does not fit this run: the networks differ"),
     "another learner": (
         [*NORMALISED, "model=a2c", "model.network.hidden_sizes=[8]"],
-        "run: it is of PPOModule, this run has A2CModule; say the experiment= or model= of that one: the actors",
+        "run: it is of PPOModule, this run has A2CModule; select its experiment= or model=: the actors",
     ),
     "another environment": ([*NORMALISED, "env=acrobot"], r"the networks differ: .*\[64, 4\] in the checkpoint"),
     "raw observations": (["data.normalize_observation=false"], r"it used normalised .*observation=true\."),
@@ -133,18 +133,18 @@ MISTAKES = {
         [*NORMALISED, "data.normalize_epsilon=1e-4"],
         "has epsilon=1e-08, this normaliser has epsilon=0.0001",
     ),
-    "nothing to be kept": (["freeze_statistics=true"], "this run normalises nothing; leave it out"),
+    "nothing to be kept": (["freeze_statistics=true"], "this run does not normalise; remove it"),
     "no word": ([*NORMALISED, "freeze_statistics=maybe"], "freeze_statistics=maybe: expected true or false"),
-    "no start": ([*NORMALISED, "init_from=null", "freeze_statistics=true"], "say with which: init_from=RUN"),
-    "nowhere": (["init_from=nowhere"], "init_from=nowhere: it is neither the folder of a run, nor a checkpoint, nor"),
+    "no start": ([*NORMALISED, "init_from=null", "freeze_statistics=true"], "set their source with init_from=RUN"),
+    "nowhere": (["init_from=nowhere"], "init_from=nowhere: it must be a run folder, a checkpoint or"),
     "no hub": (["init_from=me/cartpole"], "=me/cartpole: me/cartpole is not a folder; the hub needs huggingface_hub"),
     "no run": (["init_from=."], r"init_from=\.: \. has neither checkpoints/best.ckpt nor"),
-    "resumed": ([*RESUMED, "init_from=nowhere"], "init_from=nowhere has no effect on a run that is resumed"),
+    "resumed": ([*RESUMED, "init_from=nowhere"], "init_from=nowhere has no effect on a resumed run"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_what_does_not_fit_is_one_line_before_anything_is_trained(name, first, tmp_path, monkeypatch):
+def test_misfit_exits_with_one_line_before_training(name, first, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     arguments, message = MISTAKES[name]

@@ -19,7 +19,7 @@ from torchrl_lightning._hydra.paths import CONF_DIR
 from torchrl_lightning.cli.command import run_command
 
 MINE = {"_target_": "mine.Part"}
-NOTE = "note: left out, as written for parts that are replaced: "
+NOTE = "note: ignored settings of replaced parts: "
 
 
 def composed(folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
@@ -88,7 +88,7 @@ def test_setting_of_the_same_command_line_is_the_new_parts(tmp_path, reverse):
     assert "sampler.alpha" not in said
 
 
-def test_part_that_had_no_class_or_has_the_same_keeps_all(tmp_path):
+def test_part_without_a_new_class_keeps_its_settings(tmp_path):
     own = ["model.optimizer={_target_: torch.optim.SGD, _partial_: true, lr: 0.1}"]
     same = ["data.buffer.sampler._target_=torchrl_lightning.UniformSampler"]
     (config,), said = composed(tmp_path, "~experiment", "data=uniform", *own, *same)
@@ -97,7 +97,7 @@ def test_part_that_had_no_class_or_has_the_same_keeps_all(tmp_path):
     assert said == ""
 
 
-def test_part_of_ours_is_checked_against_its_own_settings(tmp_path):
+def test_part_of_this_package_is_checked_against_its_own_settings(tmp_path):
     ours = "data.buffer.sampler={_target_: torchrl_lightning.UniformSampler, %s}"
     (config,), said = composed(tmp_path, "~experiment", "data=prioritized", ours % "stratified: true")
     assert part(config, "data.buffer.sampler") == {
@@ -107,11 +107,11 @@ def test_part_of_ours_is_checked_against_its_own_settings(tmp_path):
     }
     assert "sampler.alpha" in said
     runs, said = composed(tmp_path, "~experiment", "data=prioritized", ours % "alpha: 0.3")
-    told = "data.buffer.sampler.alpha: there is no such setting; known are stratified"
+    told = "data.buffer.sampler.alpha: unknown setting; known are stratified"
     assert (runs, told in said) == ([], True), said
 
 
-def test_what_followed_a_replaced_storage_follows_it_no_more(tmp_path):
+def test_interpolation_of_a_replaced_storage_is_dropped(tmp_path):
     own = "data.buffer.storage={_target_: mine.Part, cells: 64}"
     (config,), _ = composed(tmp_path, "~experiment", "data=prioritized", own)
     assert config["data"]["buffer"]["sampler"]["max_capacity"] is None
@@ -158,7 +158,7 @@ def test_experiment_replaces_a_part_and_a_command_line_its(tmp_path, experiment)
         ["data.buffer.sampler={_target_: mine.Part},{_target_: torchrl_lightning.UniformSampler}"],
     ],
 )
-def test_each_run_of_a_sweep_has_its_own_part(tmp_path, swept):
+def test_runs_of_a_sweep_have_their_own_parts(tmp_path, swept):
     runs, _ = composed(tmp_path, "~experiment", "data=prioritized", "--multirun", *swept)
     first, second = (part(config, "data.buffer.sampler") for config in runs)
     assert first == MINE
@@ -215,17 +215,17 @@ def test_resumed_run_has_the_parts_of_its_checkpoint(run, tmp_path, size):
 
 def test_part_that_cannot_be_removed_gets_its_default(tmp_path):
     runs, said = composed(tmp_path, "~experiment", "data=uniform", "~data.buffer.sampler")
-    assert (runs, "say data.buffer.sampler=null for the default" in said) == ([], True), said
+    assert (runs, "use data.buffer.sampler=null for the default" in said) == ([], True), said
     (config,), _ = composed(tmp_path, "~experiment", "data=uniform", "data.buffer.sampler=null")
     assert config["data"]["buffer"]["sampler"] is None
 
 
 @pytest.mark.parametrize("experiment", sorted(path.stem for path in CONF_DIR.glob("experiment/*.yaml")))
-def test_no_experiment_of_ours_replaces_a_part(experiment, tmp_path):
+def test_shipped_experiments_replace_no_part(experiment, tmp_path):
     assert composed(tmp_path, f"experiment={experiment}")[1] == ""
 
 
-def test_whole_group_of_another_class_keeps_its_settings(tmp_path):
+def test_group_with_another_class_keeps_its_settings(tmp_path):
     (config,), said = composed(tmp_path, *TINY, "model._target_=mine.PPO")
     assert config["model"]["_target_"] == "mine.PPO"
     assert config["model"]["clip_epsilon"] == 0.2

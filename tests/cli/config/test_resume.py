@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from cli.commands import TINY, call, last_line
-from torchrl_lightning.cli.config.resume import kept_overrides, record_in, resume_overrides
+from torchrl_lightning.cli.config.resume import inherited_overrides, read_record, resume_overrides
 from torchrl_lightning.cli.error_messages import UsageError
 from torchrl_lightning.deploy.loading import CONFIG
 from torchrl_lightning.plotting.curves import read_source
@@ -54,7 +54,7 @@ def test_checkpoint_keeps_the_whole_config_and_the_command(half):
     assert command["overrides"] == [*GIVEN, "trainer.max_epochs=2"]
 
 
-def test_several_values_without_multirun_are_compared_with_the_run_of_the_checkpoint(run, tmp_path):
+def test_several_values_without_multirun_are_checked_against_the_checkpoint(run, tmp_path):
     few = ["data.total_frames=300", "data.warmup_frames=200", "eval_episodes=1", "logger=none"]
     run("train", "experiment=dqn_cartpole", *few, "hydra.run.dir=dqn")
     resumed = f"ckpt_path={checkpoint_of(tmp_path / 'dqn')}"
@@ -109,7 +109,7 @@ def test_explicit_rate_and_schedule_win_over_the_restored_ones(changed, half, ru
     assert (group["initial_lr"], group["lr"]) == ((0.0001, 0.0001) if changed else (0.0005, 0.00025))
 
 
-def test_group_like_the_runs_is_ignored_and_what_is_interpolated_follows(half, run):
+def test_group_of_the_run_is_ignored_and_interpolations_follow(half, run):
     checkpoint = f"ckpt_path={checkpoint_of(half)}"
     plain = composed(run, checkpoint)
     assert (plain.data.num_envs, plain.model.clip_epsilon, plain.data.seed) == (4, 0.1, 3)
@@ -131,8 +131,8 @@ def test_group_like_the_runs_is_ignored_and_what_is_interpolated_follows(half, r
         ("~experiment", "experiment=ppo_cartpole"),
     ],
 )
-def test_another_group_than_the_runs_is_refused_by_name(group, theirs, half):
-    record, (given,) = record_in(load(half), "a.ckpt"), OverridesParser.create().parse_overrides([group])
+def test_other_group_than_the_runs_is_refused_by_name(group, theirs, half):
+    record, (given,) = read_record(load(half), "a.ckpt"), OverridesParser.create().parse_overrides([group])
     with pytest.raises(UsageError, match=re.escape(f"{group} differs from the run of a.ckpt, which has {theirs}.")):
         resume_overrides(record, "a.ckpt", [given], lambda key: key in ("env", "model", "experiment"))
 
@@ -197,15 +197,15 @@ def test_checkpoint_may_come_from_yaml_and_from_a_sweep(half, run, tmp_path):
     ],
 )
 def test_overrides_of_a_file_are_plain_settings_or_none(line, refused, half):
-    record = record_in(load(half), checkpoint_of(half))
-    before = kept_overrides(record, "a.ckpt")
+    record = read_record(load(half), checkpoint_of(half))
+    before = inherited_overrides(record, "a.ckpt")
     assert [override.input_line for override in before] == [*GIVEN, "trainer.max_epochs=2"]
     record.overrides.append(line)
     if refused:
-        with pytest.raises(UsageError, match="its overrides are no settings of a run"):
-            kept_overrides(record, "a.ckpt")
+        with pytest.raises(UsageError, match="its overrides must be settings of a run"):
+            inherited_overrides(record, "a.ckpt")
     else:
-        assert kept_overrides(record, "a.ckpt") == before
+        assert inherited_overrides(record, "a.ckpt") == before
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_config_of_a_file_is_data(group, key, value, message, half, run, tmp_pat
     assert not (tmp_path / "canary").exists()
 
 
-def test_class_of_ones_own_is_resumed_only_by_trust(run, tmp_path):
+def test_own_class_is_resumed_only_with_trusted(run, tmp_path):
     (tmp_path / "own_cart.py").write_text(OWN)
     env = "data.env={_target_:hydra.utils.get_method,path:own_cart.%s}"
     run("train", *TINY, "data.total_frames=128", "eval_episodes=1", env % "make", "hydra.run.dir=first")
@@ -237,14 +237,14 @@ def test_class_of_ones_own_is_resumed_only_by_trust(run, tmp_path):
     for more in ([], [env % "make"], [env % "other"], ["trusted=false"]):
         said = composed(run, f"ckpt_path={checkpoint}", *more, expect=1)
         assert "data.env._target_='hydra.utils.get_method' is none of the classes" in said
-        assert "say trusted=true" in said
+        assert "set trusted=true" in said
         assert len(said.splitlines()) == 1
     assert composed(run, f"ckpt_path={checkpoint}", "trusted=true").data.env.path == "own_cart.make"
 
 
 @pytest.mark.parametrize("where", ["trusted: true\n", "hydra: {sweeper: {params: {trusted: 'true'}}}\n"])
 @pytest.mark.parametrize("command", ["train", "evaluate"])
-def test_no_file_says_that_a_checkpoint_is_trusted(command, where, half, run, tmp_path):
+def test_trusted_in_a_file_is_refused(command, where, half, run, tmp_path):
     (tmp_path / "mine.yaml").write_text(f"defaults: [{command}, _self_]\n{where}")
     sweep = ["--multirun"] if "sweeper" in where else []
     given = ["--config-dir", ".", "--config-name", "mine", f"ckpt_path={checkpoint_of(half)}", *sweep]

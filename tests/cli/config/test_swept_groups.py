@@ -75,7 +75,9 @@ RIGHT: list[tuple[list[str], str, list[str]]] = [
 
 
 @pytest.mark.parametrize(("arguments", "group", "options"), RIGHT, ids=lambda value: str(value))
-def test_each_run_has_its_own_groups(arguments: list[str], group: str, options: list[str], tmp_path: Path) -> None:
+def test_runs_of_a_sweep_have_their_own_groups(
+    arguments: list[str], group: str, options: list[str], tmp_path: Path
+) -> None:
     runs, error = sweep(tmp_path, "--multirun", *arguments)
     assert error == ""
     assert chosen(runs, group) == options
@@ -96,7 +98,7 @@ WRONG: list[tuple[list[str], str]] = [
         ["env=recipe,mountaincar_sparse", "data.env.time_limt=50"],
         "in the run env=recipe: data.env.time_limt: .*time_limit",
     ),
-    (["env=recipe,nothing", "data.env.time_limit=50"], "env=nothing: there is no such option"),
+    (["env=recipe,nothing", "data.env.time_limit=50"], "env=nothing: unknown option"),
     (
         ["model/network=mlp,gru", "model.network.hidden_size=8"],
         "in the run model/network=mlp: model.network.hidden_size",
@@ -151,7 +153,7 @@ ORDERS = [
 
 
 @pytest.mark.parametrize("arguments", ORDERS, ids=" ".join)
-def test_options_may_stand_among_settings(arguments: list[str], tmp_path: Path) -> None:
+def test_options_and_settings_may_be_mixed(arguments: list[str], tmp_path: Path) -> None:
     runs, error = sweep(tmp_path, *arguments)
     assert error == ""
     assert [run["cfg"].seed for run in runs] == [0, 1]

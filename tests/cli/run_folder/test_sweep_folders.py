@@ -39,7 +39,7 @@ def ends(limits: list[int]) -> list[int | None]:
     return found
 
 
-def test_search_goes_on_by_the_same_command_and_ends_bad_runs_early(run, tmp_path):
+def test_search_continues_with_the_same_command_and_ends_bad_runs_early(run, tmp_path):
     folder = tmp_path / "logs" / "train" / "limits"
     for count, seed in ((3, 1), (1, 2)):
         run("train", *SEARCH, f"hydra.sweeper.n_trials={count}", f"hydra.sweeper.sampler.seed={seed}")
@@ -65,7 +65,7 @@ def test_search_goes_on_by_the_same_command_and_ends_bad_runs_early(run, tmp_pat
     }
 
 
-def test_where_a_search_goes_on_the_trials_of_killed_runs_have_failed(tmp_path, caplog):
+def test_continued_search_marks_trials_of_killed_runs_as_failed(tmp_path, caplog):
     storage = f"sqlite:///{tmp_path / 'study.db'}"
     sweeper = {"study_name": "mine", "storage": storage}
     config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}, "sweeper": sweeper}})

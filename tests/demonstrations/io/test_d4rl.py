@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kit.demonstrations import CARTPOLE
 from torchrl_lightning import EnvironmentRecipe, read_dataset, transitions
-from torchrl_lightning.cli.error_messages import one_line
+from torchrl_lightning.cli.error_messages import exit_with_one_line
 from torchrl_lightning.demonstrations.io.d4rl import d4rl_demonstrations
 
 h5py = pytest.importorskip("h5py")
@@ -55,7 +55,7 @@ def qlearning(found: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 @settings(max_examples=30, deadline=None)
 @given(st.sets(st.integers(0, ROWS - 2)), st.sets(st.integers(0, ROWS - 2)))
-def test_transitions_are_those_of_its_own_reader(tmp_path_factory, ends, timeouts):
+def test_transitions_equal_d4rls_qlearning_dataset(tmp_path_factory, ends, timeouts):
     found = arrays(ends=tuple(ends), timeouts=tuple(timeouts))
     path = written(tmp_path_factory.mktemp("d4rl") / "file.hdf5", found)
     expected = qlearning(found)
@@ -85,7 +85,7 @@ def test_episode_that_timed_out_is_truncated_at_the_last_observation_that_is_kno
     assert found[0].name.endswith("file.hdf5, episode 0")
 
 
-def test_what_followed_is_taken_where_the_file_has_it(tmp_path):
+def test_next_observations_of_the_file_are_used(tmp_path):
     found = arrays()
     found["next_observations"] = found["observations"] + 0.5
     rows = rows_of(written(tmp_path / "file.hdf5", found))
@@ -97,7 +97,7 @@ def test_what_followed_is_taken_where_the_file_has_it(tmp_path):
     assert rows["next.truncated"].flatten().nonzero().flatten().tolist() == [6, 11]
 
 
-def test_where_it_has_no_timeouts_the_environments_limit_is_one(tmp_path):
+def test_time_limit_of_the_environment_replaces_missing_timeouts(tmp_path):
     found = arrays(timeouts=())
     del found["timeouts"]
     path = written(tmp_path / "file.hdf5", found)
@@ -107,25 +107,28 @@ def test_where_it_has_no_timeouts_the_environments_limit_is_one(tmp_path):
 
 
 MISTAKES: dict[str, tuple[Any, str]] = {
-    "no ends": ({"terminals": None, "timeouts": None}, "no step in it ends an episode, neither by terminals nor by"),
-    "none set": ({"terminals": np.zeros(ROWS), "timeouts": np.zeros(ROWS)}, "no step in it ends an episode"),
-    "no rewards": ({"rewards": None, "actions": None}, "it lacks actions and rewards, which D4RL's files have"),
-    "too few": ({"actions": np.zeros(3)}, "'actions' in it is no array of numbers with a row for each reward"),
-    "texts": ({"actions": ["left"] * ROWS}, "'actions' in it is no array of numbers"),
-    "a group": ({"rewards": None, "rewards/x": np.zeros(ROWS)}, "'observations' in it is no array of numbers"),
-    "one number": ({"rewards": 3.0}, "'observations' in it is no array of numbers"),
-    "another shape": ({"observations": np.zeros((ROWS, 3))}, r"'observation' is \[3\] of float32 in each step, in the"),
-    "other actions": ({"actions": np.full(ROWS, 2)}, "'action' holds values from 2 to 2, which the environment's"),
-    "not finite": ({"observations": np.full((ROWS, 4), np.nan, np.float32)}, "holds NaN or infinity"),
+    "no ends": ({"terminals": None, "timeouts": None}, "neither terminals nor timeouts marks the end"),
+    "none set": (
+        {"terminals": np.zeros(ROWS), "timeouts": np.zeros(ROWS)},
+        "neither terminals nor timeouts marks the end",
+    ),
+    "no rewards": ({"rewards": None, "actions": None}, "a D4RL file must contain actions and rewards"),
+    "too few": ({"actions": np.zeros(3)}, "'actions' must be a numeric array with a row for each reward"),
+    "texts": ({"actions": ["left"] * ROWS}, "'actions' must be a numeric array"),
+    "a group": ({"rewards": None, "rewards/x": np.zeros(ROWS)}, "'observations' must be a numeric array"),
+    "one number": ({"rewards": 3.0}, "'observations' must be a numeric array"),
+    "another shape": ({"observations": np.zeros((ROWS, 3))}, r"'observation' is \[3\] of float32 in each step, but"),
+    "other actions": ({"actions": np.full(ROWS, 2)}, "'action' has values from 2 to 2, which are not all in"),
+    "not finite": ({"observations": np.full((ROWS, 4), np.nan, np.float32)}, "contains NaN or infinity"),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_what_is_wrong_is_one_line(name, tmp_path):
+def test_damaged_file_exits_with_one_line(name, tmp_path):
     changed, message = MISTAKES[name]
     found = {key: entry for key, entry in {**arrays(), **changed}.items() if entry is not None}
     path = written(tmp_path / "file.hdf5", found)
-    with pytest.raises(SystemExit, match=rf"^error: dataset={path}.*{message}") as raised, one_line():
+    with pytest.raises(SystemExit, match=rf"^error: dataset={path}.*{message}") as raised, exit_with_one_line():
         read_dataset(path, "CartPole-v1")
     assert len(str(raised.value).splitlines()) == 1
 
@@ -134,10 +137,10 @@ def test_files_that_are_torn_too_large_or_of_another_environment(tmp_path):
     path = written(tmp_path / "file.hdf5", arrays())
     (tmp_path / "torn.hdf5").write_bytes(path.read_bytes()[:2000])
     for file, message in [
-        (tmp_path / "torn.hdf5", r"torn\.hdf5 was refused: it is no whole HDF5 file: "),
+        (tmp_path / "torn.hdf5", r"torn\.hdf5 was refused: it is not a complete HDF5 file: "),
         (path, r"its arrays have \d+ bytes, more than the limit of 300"),
-        (tmp_path / "none.hdf5", "does not exist; name a directory"),
+        (tmp_path / "none.hdf5", r"does not exist\. Name a directory"),
     ]:
-        with pytest.raises(SystemExit, match=message) as raised, one_line():
+        with pytest.raises(SystemExit, match=message) as raised, exit_with_one_line():
             read_dataset(file, "CartPole-v1", limit=300)
         assert len(str(raised.value).splitlines()) == 1

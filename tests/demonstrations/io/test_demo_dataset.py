@@ -17,7 +17,7 @@ from torchrl_lightning import (
     GymnasiumCollector,
     environment_specs,
 )
-from torchrl_lightning.cli.error_messages import one_line
+from torchrl_lightning.cli.error_messages import exit_with_one_line
 from torchrl_lightning.demonstrations import record_demonstrations, write_demonstration
 from torchrl_lightning.demonstrations.io.demo_dataset import fill, read_dataset, transitions
 from torchrl_lightning.environments import make_environment
@@ -26,7 +26,7 @@ from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 
 @pytest.mark.parametrize("terminates", [True, False])
 @pytest.mark.parametrize(("shape", "stack"), [((2, 2), 1), ((2, 2), 3), ((1, 4, 4), 3), ((4, 4, 2), 3)])
-def test_rows_of_a_demonstration_are_those_that_a_collector_delivers(shape, stack, terminates):
+def test_transitions_equal_the_rows_of_a_collector(shape, stack, terminates):
     recipe = EnvironmentRecipe(
         partial(CountedImages, shape, "terminated" if terminates else "truncated"), frame_stack=stack
     )
@@ -43,7 +43,7 @@ def test_rows_of_a_demonstration_are_those_that_a_collector_delivers(shape, stac
     env.close()
 
 
-def test_what_is_not_known_of_an_end_is_a_terminal_step_whose_observation_stays():
+def test_unknown_end_is_terminal_and_repeats_the_last_observation():
     found = episode(3)
     rows = transitions(found, CARTPOLE)
     for name in ("terminated", "done"):
@@ -78,16 +78,16 @@ def test_directory_or_one_of_its_files(tmp_path, caplog):
     assert [each.length for each in read_dataset(tmp_path / "2.npz", "CartPole-v1")] == [4]
 
 
-def test_what_cannot_be_learned_from_is_named(tmp_path):
+def test_unusable_dataset_is_named(tmp_path):
     write_demonstration(tmp_path / "skipping.safetensors", episode(frame_skip=4))
     for dataset, message in [
-        (tmp_path / "none", "none does not exist; name a directory that holds demonstrations"),
-        (tmp_path / "none.npz", r"none\.npz does not exist; name a .* or a \.npz, \.safetensors or \.hdf5 file"),
-        (__file__, "test_demo_dataset.py is no directory; name one that holds demonstrations"),
-        (tmp_path, r"holds no demonstration that can be used \(1 refused\)"),
-        (tmp_path / "skipping.safetensors", "has frame_skip=4, the environment frame_skip=1"),
+        (tmp_path / "none", "none does not exist. Name a directory of demonstrations"),
+        (tmp_path / "none.npz", r"none\.npz does not exist\. Name a .* or a \.npz, \.safetensors or \.hdf5 file"),
+        (__file__, "test_demo_dataset.py is not a directory. Name a directory of demonstrations"),
+        (tmp_path, r"contains no usable demonstration \(1 refused\)"),
+        (tmp_path / "skipping.safetensors", "has frame_skip=4, but the environment has frame_skip=1"),
     ]:
-        with pytest.raises(SystemExit, match=rf"^error: dataset={dataset}.*{message}"), one_line():
+        with pytest.raises(SystemExit, match=rf"^error: dataset={dataset}.*{message}"), exit_with_one_line():
             read_dataset(dataset, "CartPole-v1")
 
 
@@ -100,15 +100,15 @@ def test_minari_data_set(tmp_path, monkeypatch):
         assert [each.length for each in found] == [3, 2]
         assert transitions(found[0], CARTPOLE)["next", "truncated"].sum() == 1
     wrong = {
-        "minari:cartpole/smal-v0": "there is no Minari data set .*did you mean cartpole/small-v0.*minari download",
+        "minari:cartpole/smal-v0": ".*/smal-v0' does not exist.*did you mean cartpole/small-v0.*minari download",
         3: r"dataset must be a minari\.MinariDataset",
     }
     for dataset, message in wrong.items():
-        with pytest.raises(SystemExit, match=f"^error: dataset={dataset}: {message}"), one_line():
+        with pytest.raises(SystemExit, match=f"^error: dataset={dataset}: {message}"), exit_with_one_line():
             read_dataset(dataset, "CartPole-v1")
 
 
-def test_buffer_is_filled_behind_what_it_holds(tmp_path):
+def test_fill_appends_to_the_stored_steps(tmp_path):
     saved(tmp_path, episode(3), episode(2), episode(4))
     found = read_dataset(tmp_path, "CartPole-v1")
     buffer = ExperienceBuffer(storage=RingStorage(24), num_envs=2)

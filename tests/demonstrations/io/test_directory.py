@@ -50,14 +50,14 @@ def test_all_files_are_read_in_the_order_of_their_names(tmp_path):
     assert directory.poll() == []
 
 
-def test_directory_of_humans_marks_all_and_another_none(tmp_path):
+def test_human_option_sets_is_human_of_all_demonstrations(tmp_path):
     put(tmp_path, "a.npz")
     put(tmp_path, "b.safetensors", is_human=True)
     assert [each.is_human for each in reading(tmp_path).initial] == [False, True]
     assert [each.is_human for each in reading(tmp_path, human=True).initial] == [True, True]
 
 
-def test_bad_file_is_named_once_and_the_rest_is_taken(tmp_path, caplog):
+def test_bad_file_is_named_once_and_skipped(tmp_path, caplog):
     put(tmp_path, "a.npz", frame_skip=4)
     put(tmp_path, "b.npz")
     (tmp_path / "c.npz").write_bytes(b"PK")
@@ -82,22 +82,22 @@ def test_link_out_of_the_directory_is_refused_and_one_inside_is_followed(tmp_pat
     (folder / "c.npz").symlink_to(tmp_path / "secret.npz")
     (tmp_path / "link").symlink_to(folder)
     assert names(reading(tmp_path / "link").initial) == ["a.npz", "b.npz"]
-    assert "a link out of the directory" in warnings_of(caplog)[0]
+    assert "outside the directory" in warnings_of(caplog)[0]
 
 
-def test_none_or_too_many_are_errors_at_start(tmp_path):
-    with pytest.raises(FileNotFoundError, match="is no directory"):
+def test_zero_or_too_many_demonstrations_are_errors_at_start(tmp_path):
+    with pytest.raises(FileNotFoundError, match="is not a directory"):
         reading(tmp_path / "none")
     assert waiting(tmp_path / "none").initial == ()
     (tmp_path / "bad.npz").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"holds no demonstration that can be used \(1 refused\)"):
+    with pytest.raises(ValueError, match=r"contains no usable demonstration \(1 refused\)"):
         reading(tmp_path)
     put(tmp_path, "a.npz", "b.npz")
-    with pytest.raises(ValueError, match="holds 2 demonstrations, more than the capacity of 1"):
+    with pytest.raises(ValueError, match="at most 1 demonstrations \\(the capacity\\), got 2"):
         reading(tmp_path, most=1)
 
 
-def test_each_new_file_is_polled_once(tmp_path):
+def test_poll_returns_new_files_once(tmp_path):
     directory = waiting(tmp_path / "late")
     assert directory.poll() == []
     put(directory.path, "b.npz", "a.npz")
@@ -106,7 +106,7 @@ def test_each_new_file_is_polled_once(tmp_path):
     assert directory.poll() == []
 
 
-def test_half_written_file_is_read_when_it_is_whole_and_said_only_when_it_stays_torn(tmp_path, caplog):
+def test_half_written_file_is_read_once_complete_and_logged_only_if_it_stays_damaged(tmp_path, caplog):
     directory = waiting(tmp_path)
     put(tmp_path, ".whole.npz")
     whole, path = (tmp_path / ".whole.npz").read_bytes(), tmp_path / "a.npz"
@@ -120,7 +120,7 @@ def test_half_written_file_is_read_when_it_is_whole_and_said_only_when_it_stays_
     assert names(directory.poll()) == ["a.npz"]
 
 
-def test_saved_files_replace_those_of_earlier_saves_alone(tmp_path):
+def test_save_replaces_only_files_of_earlier_saves(tmp_path):
     put(tmp_path, "given.safetensors")
     directory = reading(tmp_path)
     directory.save([episode(2), episode(3)], ["best_1", "best_2"])
@@ -158,7 +158,7 @@ def test_foreign_list_of_saved_files_removes_nothing(tmp_path, listed):
 
 
 @pytest.mark.parametrize("given", [["a"], ["a", "a"], ["a", "../b"], ["a", "b/c"], ["a", ".b"], ["a", "b\0"]])
-def test_names_that_are_no_names_of_files_are_refused_before_anything_is_written(tmp_path, given):
-    with pytest.raises(ValueError, match="must be 2 distinct names of files"):
+def test_invalid_file_names_are_refused_before_writing(tmp_path, given):
+    with pytest.raises(ValueError, match="must be 2 distinct file names"):
         waiting(tmp_path).save([episode(), episode()], given)
     assert list(tmp_path.iterdir()) == []

@@ -32,7 +32,7 @@ class Fallen(gymnasium.Wrapper):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_finished_episodes_are_given_as_a_humans():
+def test_finished_episodes_are_human_demonstrations():
     recipe = EnvironmentRecipe("CartPole-v1", wrappers=[Fallen])
     found = list(play_demonstrations(recipe, 2, keys={"a": 0, "d": 1}, seed=0))
     assert len(found) == 2
@@ -50,8 +50,8 @@ def test_finished_episodes_are_given_as_a_humans():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_without_keys_the_environment_needs_its_own():
-    with pytest.raises(ValueError, match="no keys of its own"):
+def test_environment_without_keys_is_refused():
+    with pytest.raises(ValueError, match="does not define keys"):
         list(play_demonstrations("CartPole-v1", 1))
 
 
@@ -63,7 +63,7 @@ class FromOne(gymnasium.wrappers.TransformAction):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_keys_say_the_environments_actions_which_are_kept_from_0_on():
+def test_keys_map_to_environment_actions_that_are_stored_from_0_on():
     recipe = EnvironmentRecipe("CartPole-v1", wrappers=[FromOne])
     (found,) = play_demonstrations(recipe, 1, keys={"a": 1, "d": 2}, noop=1, seed=0)
     assert found.steps["action"][1:].all()

@@ -64,13 +64,13 @@ def test_nested_observations_get_their_keys_and_unshown_ones_are_left_out():
     assert found.last_observation["inner", "image"].flatten().tolist() == [8, 9, 10, 11]
 
 
-def test_part_of_a_data_set_is_a_filtered_one():
+def test_filtered_data_set_is_read_partially():
     write_cart_poles()
     ones = minari.load_dataset("cartpole/small-v0").filter_episodes(lambda episode: episode.actions[0] == 1)
     assert [each.name for each in minari_demonstrations(ones)] == ["cartpole/small-v0, episode 1"]
 
 
-def test_what_is_no_data_set_is_refused():
+def test_other_objects_are_refused():
     with pytest.raises(TypeError, match=r"minari\.MinariDataset"):
         minari_demonstrations([])
     with pytest.raises(FileNotFoundError, match="none/none-v0"):
@@ -78,7 +78,7 @@ def test_what_is_no_data_set_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["external", "soft", "kept elsewhere", "virtual", "file"])
-def test_nothing_is_read_from_another_file(kind, tmp_path):
+def test_links_to_other_files_are_refused(kind, tmp_path):
     h5py = pytest.importorskip("h5py")
     write_cart_poles()
     with h5py.File(tmp_path / "secret.hdf5", "w") as secret:
@@ -102,7 +102,7 @@ def test_nothing_is_read_from_another_file(kind, tmp_path):
                 layout = h5py.VirtualLayout((3, 4), np.float32)
                 layout[:] = h5py.VirtualSource(str(tmp_path / "secret.hdf5"), "x", (3, 4))
                 episode.create_virtual_dataset("observations", layout)
-    with pytest.raises(ValueError, match=r"main_data\.hdf5 (was refused: '.*observations' in it is|is a link)"):
+    with pytest.raises(ValueError, match=r"main_data\.hdf5 (was refused: its entry '.*observations' is|is a link)"):
         minari_demonstrations("cartpole/small-v0", CARTPOLE)
 
 
@@ -121,15 +121,15 @@ BUILT = {"id": "Evil-v0", "entry_point": "subprocess:Popen", "kwargs": {"args": 
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"observation_space": None, "env_spec": json.dumps(BUILT)}, "must hold observation_space as a text"),
-        ({"action_space": None, "env_spec": json.dumps(BUILT)}, "must hold action_space as a text"),
+        ({"observation_space": None, "env_spec": json.dumps(BUILT)}, "must contain observation_space as a string"),
+        ({"action_space": None, "env_spec": json.dumps(BUILT)}, "must contain action_space as a string"),
         ({"total_episodes": 10**12}, "must have total_episodes between 0 and 2"),
         ({"total_episodes": -1}, "must have total_episodes between 0 and 2"),
         ({"total_episodes": "2"}, "must have total_episodes between 0 and 2"),
         ({"data_format": "arrow"}, "must have data_format 'hdf5'"),
-        ({"observation_space": '{"type": "Other"}'}, "holds no whole Minari data set"),
-        ({"observation_space": '{"type": "Tuple", "subspaces": [' * 10_000}, "holds no whole Minari data set"),
-        ({"minari_version": "0.0.1"}, "holds no whole Minari data set"),
+        ({"observation_space": '{"type": "Other"}'}, "is not a complete Minari data set"),
+        ({"observation_space": '{"type": "Tuple", "subspaces": [' * 10_000}, "is not a complete Minari data set"),
+        ({"minari_version": "0.0.1"}, "is not a complete Minari data set"),
     ],
 )
 def test_metadata_are_checked_before_minari_builds_what_they_name(changes, told, tmp_path, monkeypatch):
@@ -153,7 +153,7 @@ def test_metadata_are_read_within_limits(content, tmp_path):
         minari_demonstrations("cartpole/small-v0", CARTPOLE)
 
 
-def test_data_set_of_another_name_is_told_without_reading_the_known_ones(tmp_path):
+def test_similar_data_set_is_suggested_without_reading_it(tmp_path):
     write_cart_poles()
     (tmp_path / "other-v0" / "data").mkdir(parents=True)
     os.mkfifo(tmp_path / "other-v0" / "data" / "metadata.json")

@@ -14,7 +14,7 @@ from torchrl.envs import GymEnv, GymWrapper
 
 from kit.images import CountedImages, first_action
 from torchrl_lightning import EnvironmentRecipe, environment_specs, make_vector_env
-from torchrl_lightning.cli.error_messages import one_line
+from torchrl_lightning.cli.error_messages import exit_with_one_line
 from torchrl_lightning.demonstrations import record_demonstrations
 from torchrl_lightning.demonstrations._faults import DemonstrationFault
 from torchrl_lightning.demonstrations.io import keyboard, recording
@@ -23,7 +23,7 @@ from torchrl_lightning.demonstrations.io.recording import demonstration_specs
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4, 4), (4, 4, 3)])
 @pytest.mark.parametrize("stack", [1, 4])
-def test_steps_are_kept_unstacked_with_what_followed(shape, stack):
+def test_recorded_steps_are_unstacked_and_have_a_last_observation(shape, stack):
     recipe = EnvironmentRecipe(partial(CountedImages, shape, length=3, growth=2), frame_stack=stack, clip_reward=2)
     specs, frame_skip = demonstration_specs(recipe)
     first, second = record_demonstrations(recipe, first_action, 2, seed=0)
@@ -40,7 +40,7 @@ def test_steps_are_kept_unstacked_with_what_followed(shape, stack):
         assert found.metadata.get("frame_stack") == (stack if stack > 1 else None)
 
 
-def test_repeat_of_a_recipe_is_the_frame_skip():
+def test_action_repeat_of_a_recipe_is_the_frame_skip():
     (found,) = record_demonstrations(EnvironmentRecipe("CartPole-v1", action_repeat=3), first_action, 1, seed=0)
     assert (found.frame_skip, found.metadata["environment"]) == (3, "CartPole-v1")
 
@@ -52,7 +52,7 @@ def test_repeat_of_a_recipe_is_the_frame_skip():
         partial(GymEnv, "CartPole-v1", max_episode_steps=4, categorical_action_encoding=True),
     ],
 )
-def test_time_limit_is_no_end_of_the_task(env):
+def test_time_limit_truncates_without_terminating(env):
     (found,) = record_demonstrations(env, first_action, 1, seed=0)
     assert (found.length, found.terminated, found.truncated) == (4, False, True)
 
@@ -80,13 +80,13 @@ class Goal(gymnasium.Wrapper):
         ("reached", True, [None, None, None]),
     ],
 )
-def test_what_the_environment_calls_a_success_is_kept(name, always, told, limit):
+def test_reported_success_is_stored(name, always, told, limit):
     env = EnvironmentRecipe(partial(Goal, name, always), time_limit=limit)
     found = [each.metadata.get("success") for each in record_demonstrations(env, first_action, 3, seed=0)]
     assert found == (told if limit is None else [*told[:2], told[1]])
 
 
-def test_environment_of_torchrls_is_recorded_as_one_of_gymnasiums():
+def test_torchrl_environment_is_recorded_like_a_gymnasium_environment():
     env = partial(GymEnv, "CartPole-v1", categorical_action_encoding=True)
     (found,) = record_demonstrations(env, first_action, 1, seed=0)
     found.fits(environment_specs(make_vector_env("CartPole-v1", 1)))
@@ -104,7 +104,7 @@ def test_same_seed_records_the_same():
 
 def test_environment_without_an_end_is_refused():
     few = mock.patch.object(recording, "MANY_STEPS", 128)
-    with few, pytest.raises(SystemExit, match=r"^error.*time_limit="), one_line():
+    with few, pytest.raises(SystemExit, match=r"^error.*time_limit="), exit_with_one_line():
         next(record_demonstrations(partial(CountedImages, end="never"), first_action, 1))
 
 
@@ -159,7 +159,7 @@ def test_actions_outside_of_their_box_are_refused_or_recorded_as_the_environment
     dtype = torch.float32 if space.dtype.kind == "f" else torch.int32
     policy = acting(*(int(number) if dtype == torch.int32 else number for number in given), dtype=dtype)
     says = r"^error: In episode 0 'action'\[0[],].* outside of .* Record with clip_actions=True"
-    with pytest.raises(SystemExit, match=says), one_line():
+    with pytest.raises(SystemExit, match=says), exit_with_one_line():
         next(record_demonstrations(env, policy, 1, seed=0))
     (found,) = record_demonstrations(env, policy, 1, seed=0, clip_actions=True)
     specs, _ = demonstration_specs(env)
@@ -186,7 +186,7 @@ def test_rounding_is_recorded_without_clipping():
         (gymnasium.spaces.MultiBinary(2), [1, 2]),
     ],
 )
-def test_choices_that_there_are_not_are_refused_and_never_clipped(space, action):
+def test_invalid_discrete_actions_are_refused_and_never_clipped(space, action):
     numbers = torch.tensor(action)
     policy = TensorDictModule(
         lambda x: numbers.expand(*x.shape[:-1], *numbers.shape), in_keys=["observation"], out_keys=["action"]
@@ -242,7 +242,7 @@ def test_action_of_a_key_is_one_of_the_space(space, key, expected):
         (gymnasium.spaces.Box(0, 5, (2,), np.uint8), 300, [5, 5]),
     ],
 )
-def test_action_of_a_key_that_is_none_is_refused_or_clipped(space, key, clipped):
+def test_invalid_action_of_a_key_is_refused_or_clipped(space, key, clipped):
     says = rf"^noop must be an action of .*, got {re.escape(repr(key))}\. Choose another"
     with pytest.raises(ValueError, match=says):
         recorder_of(space, clips=False).action(key, "noop")

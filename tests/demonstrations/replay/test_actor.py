@@ -73,7 +73,7 @@ def test_actions_and_log_probabilities(policy: Any, log_prob: Any, rows: Any) ->
 
 @pytest.mark.parametrize("mask", [None, torch.zeros_like(MASK)], ids=["unknown", "nowhere"])
 @pytest.mark.parametrize("kind", [InteractionType.RANDOM, InteractionType.DETERMINISTIC])
-def test_where_nothing_is_replayed_it_is_the_policy_itself(policy: Any, kind: Any, mask: Any) -> None:
+def test_actor_equals_the_policy_without_a_replay(policy: Any, kind: Any, mask: Any) -> None:
     with torch.no_grad(), set_interaction_type(kind):
         torch.manual_seed(1)
         expected = policy(given(policy, mask))
@@ -81,7 +81,7 @@ def test_where_nothing_is_replayed_it_is_the_policy_itself(policy: Any, kind: An
         assert (DemonstrationActor(policy, "current")(given(policy, mask)) == expected).all()
 
 
-def test_it_passes_through_what_the_policy_has(policy: Any) -> None:
+def test_actor_has_the_keys_and_distribution_of_the_policy(policy: Any) -> None:
     actor = DemonstrationActor(policy)
     assert (actor.in_keys, actor.out_keys) == (policy.in_keys, policy.out_keys)
     primers = [get_primers_from_module(each, warn=False) for each in (actor, policy)]
@@ -92,7 +92,7 @@ def test_it_passes_through_what_the_policy_has(policy: Any) -> None:
     torch.testing.assert_close(actor.get_dist(given(policy)).mean, policy.get_dist(given(policy)).mean)
 
 
-def test_what_it_writes_is_asked_without_writing_it(policy: Any) -> None:
+def test_compute_step_returns_outputs_without_writing_them(policy: Any) -> None:
     read = given(policy)
     before = read.clone()
     assert DemonstrationActor(policy).compute_step(read)["action"][1:].flatten().tolist() == [9, 9]

@@ -33,7 +33,7 @@ from torchrl_lightning.demonstrations.io.recording import demonstration_specs
 from torchrl_lightning.environments import make_vector_env
 
 
-def test_truncated_expert_is_not_taught_as_an_end() -> None:
+def test_truncated_demonstration_does_not_terminate() -> None:
     critic = TensorDictModule(lambda x: 100.0 + 0 * x[..., :1], in_keys=["observation"], out_keys=["state_value"])
     shown = line_demo(last=7.0, terminated=False, truncated=True)
     targets = {}
@@ -48,7 +48,7 @@ def test_truncated_expert_is_not_taught_as_an_end() -> None:
     assert targets == {None: 51.0, "recorded": 51.0, "terminated": 1.0, "truncated": 51.0}
 
 
-def test_one_that_gives_way_is_played_to_its_end() -> None:
+def test_dropped_demonstration_is_played_to_its_end() -> None:
     storage = stored(line_demo(6))
     replay = DemonstrationReplay(storage, Scripted(0), 1)
     made = line_collector(replay, steps=3)
@@ -58,7 +58,7 @@ def test_one_that_gives_way_is_played_to_its_end() -> None:
     assert made.rollout()["demo", "serial"].flatten().tolist() == [1, 1, 1]
 
 
-def test_step_is_seen_before_it_is_made() -> None:
+def test_peek_returns_the_next_step() -> None:
     replay = DemonstrationReplay(stored(line_demo(3)), Scripted(0), 2)
     assert replay.peek() is None
     replay.begin(np.ones(2, bool))
@@ -146,7 +146,7 @@ def check_same(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 7])
 @pytest.mark.parametrize("shape", [(4, 5), (1, 4, 5), (3, 6, 6), (6, 6, 3), (5, 5, 2)])
-def test_stacks_of_frames_are_those_of_the_episode(shape: tuple[int, ...], count: int, alone: bool) -> None:
+def test_frame_stacks_contain_only_frames_of_the_demonstration(shape: tuple[int, ...], count: int, alone: bool) -> None:
     recipe = EnvironmentRecipe(partial(CountedImages, shape, drawn=True, alone=alone), frame_stack=count)
     specs, _ = demonstration_specs(recipe)
     collector = partial(GymnasiumCollector, recipe, num_envs=2, frames_per_batch=20)
@@ -192,7 +192,7 @@ def test_resumed_run_goes_on_within_a_demonstration() -> None:
         assert (whole.rollout() == resumed.rollout()).all()
 
 
-def test_recurrent_states_go_on_only_where_a_demonstration_does() -> None:
+def test_recurrent_states_continue_only_during_a_demonstration() -> None:
     env = make_vector_env(lambda: Line(start=1.0), 2)
     policy = actor_of(env, RecurrentNetwork(hidden_size=4))
 

@@ -62,7 +62,7 @@ def test_single_environment_without_a_batch() -> None:
 
 
 @pytest.mark.parametrize("terminated", [False, True])
-def test_environment_that_truncates_nothing_shows_an_end_that_was_recorded(terminated: bool) -> None:
+def test_recorded_end_is_written_in_environments_without_truncation(terminated: bool) -> None:
     shown, env = line_demo(last=7.0, terminated=terminated, truncated=not terminated), line()
     del env.full_done_spec["truncated"]
     following = played(wrapped(env, 0, demos=[shown], ends="recorded"), 4)["next"]
@@ -118,7 +118,7 @@ def test_recurrent_states_follow_the_demonstration(beneath: bool) -> None:
     check_memory(batch, policy, "state")
 
 
-def test_limit_of_steps_above_cuts_one_and_leaves_the_others() -> None:
+def test_step_limit_above_cuts_only_its_own_environment() -> None:
     env = wrapped(SerialEnv(2, line), None, 0, 0, demos=[line_demo(9)])
     limited = TransformedEnv(env, StepCounter(5), auto_unwrap=False)
     row = played(limited, 10)
@@ -128,13 +128,13 @@ def test_limit_of_steps_above_cuts_one_and_leaves_the_others() -> None:
     ]
 
 
-def test_step_that_is_left_out_above_leaves_the_demonstration_where_it_is() -> None:
+def test_skipped_step_does_not_advance_the_demonstration() -> None:
     env = wrapped(SerialEnv(2, line), 0)
     step = env.reset().set("_step", torch.tensor([True, False])).set("action", torch.zeros(2, 1))
     assert numbers(env.step(step)["next", "observation"]) == [101, 100]
 
 
-def test_specs_are_those_of_the_environment_beneath() -> None:
+def test_specs_equal_the_specs_of_the_wrapped_environment() -> None:
     base = SerialEnv(2, line)
     env = wrapped(base, 0)
     assert environment_specs(env).observation == environment_specs(base).observation
@@ -165,13 +165,13 @@ def test_resumed_run_goes_on_within_a_demonstration(num_envs: int | None, rho: f
 
 def test_bad_input() -> None:
     base = SerialEnv(2, line)
-    with pytest.raises(ValueError, match=r"for 3 environments, got a batch of \[2\]"):
+    with pytest.raises(ValueError, match=r"batch size \[3\], like the replay, got \[2\]"):
         DemonstrationReplayTransform(replay_of(0, num_envs=3)).wrap(base)
     with pytest.raises(ValueError, match=r"2.*SerialEnv"):
         DemonstrationReplayTransform(replay_of(0)).wrap(Walk([2]))
     walk = Walk()
     del walk.full_done_spec["truncated"]
-    with pytest.raises(ValueError, match=r"'truncated'.*\['done', 'terminated'\]"):
+    with pytest.raises(ValueError, match=r"\['done', 'terminated'\], got 'truncated'"):
         DemonstrationReplayTransform(replay_of(0, num_envs=1, ends="truncated")).wrap(walk)
-    with pytest.raises(ValueError, match="by its method wrap"):
+    with pytest.raises(ValueError, match="with its method wrap"):
         TransformedEnv(base, DemonstrationReplayTransform(replay_of(0))).reset()

@@ -17,8 +17,8 @@ class ChangedSettings(Callback):
     """Apply the changed settings of a resumed run after the checkpoint is restored, or raise UsageError.
 
     Args:
-        differing: The names of the changed settings. Optimizers and schedules keep their restored settings if none of
-            these names affects them.
+        changed_names: The names of the changed settings. Optimizers and schedules keep their restored settings if none
+            of these names affects them.
     """
 
     # State entries of torch schedulers that record progress; all others are settings.
@@ -26,58 +26,62 @@ class ChangedSettings(Callback):
         ("last_epoch", "_step_count", "_last_lr", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i")
     )
 
-    def __init__(self, differing: Iterable[str]) -> None:
+    def __init__(self, changed_names: Iterable[str]) -> None:
         super().__init__()
-        self.differing = list(differing)
-        self._built: dict[str, Any] = {}
-        self._groups: list[list[dict[str, Any]]] = []
-        self._schedulers: list[dict[str, Any]] = []
+        self.changed_names = list(changed_names)
+        self._built_values: dict[str, Any] = {}
+        self._param_groups: list[list[dict[str, Any]]] = []
+        self._scheduler_states: list[dict[str, Any]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Record the DataModule's settings before Lightning restores its state."""
-        self._built = self._present(trainer)
+        self._built_values = self._current_values(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the settings of optimizers and schedulers before Lightning restores their states."""
-        self._groups = [
-            [{key: value for key, value in group.items() if key != "params"} for group in each.param_groups]
-            for each in trainer.optimizers
+        self._param_groups = [
+            [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+            for optimizer in trainer.optimizers
         ]
-        self._schedulers = [copy.deepcopy(each.scheduler.state_dict()) for each in trainer.lr_scheduler_configs]
+        self._scheduler_states = [
+            copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs
+        ]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Apply the changes at the current point of the schedule; raise UsageError if the state overwrote a setting."""
-        if changes_rates(self.differing):
+        if changes_rates(self.changed_names):
             self._set_rates(trainer)
         # Without a change to the learner, its schedules keep their restored values within an epoch.
         follow = LearnerApi.of(pl_module).follow_schedules
-        if follow is not None and any(name.startswith("model.") for name in self.differing):
+        if follow is not None and any(name.startswith("model.") for name in self.changed_names):
             follow()
-        for name, restored in self._present(trainer).items():
-            if restored != self._built.get(name, restored):
+        for name, restored in self._current_values(trainer).items():
+            if restored != self._built_values.get(name, restored):
                 raise UsageError(
-                    f"{name}={self._built[name]} would not take effect: it is a part of the state that the checkpoint "
-                    f"restores, {restored}. Leave it out, or start anew without ckpt_path."
+                    f"{name}={self._built_values[name]} would not take effect: it is a part of the state that the "
+                    f"checkpoint restores, {restored}. Remove it, or start a new run without ckpt_path."
                 )
 
-    def _present(self, trainer: Trainer) -> dict[str, Any]:
+    def _current_values(self, trainer: Trainer) -> dict[str, Any]:
         """Return the current values of the DataModule's changed settings, as far as they are plain attributes."""
-        found: dict[str, Any] = {}
-        for name in self.differing:
+        values: dict[str, Any] = {}
+        for name in self.changed_names:
             group, *path = name.split(".")
             value: Any = DataApi.of_run(trainer).part if group == "data" else None
             for attribute in path:
                 value = getattr(value, attribute, None)
             if isinstance(value, bool | int | float | str):
-                found[name] = value
-        return found
+                values[name] = value
+        return values
 
     def _set_rates(self, trainer: Trainer) -> None:
-        for optimizer, groups in zip(trainer.optimizers, self._groups, strict=True):
-            for group, given in zip(optimizer.param_groups, groups, strict=True):
-                initial, wanted = (each.get("initial_lr", each["lr"]) for each in (group, given))
-                reached = group["lr"] / initial if initial else 1.0
-                group.update(given, lr=wanted * reached, **{"initial_lr": wanted} if "initial_lr" in group else {})
-        for config, given in zip(trainer.lr_scheduler_configs, self._schedulers, strict=True):
-            told = {key: value for key, value in given.items() if key not in self._PROGRESS}
-            config.scheduler.load_state_dict({**config.scheduler.state_dict(), **told})
+        for optimizer, groups in zip(trainer.optimizers, self._param_groups, strict=True):
+            for group, built in zip(optimizer.param_groups, groups, strict=True):
+                initial, built_rate = (values.get("initial_lr", values["lr"]) for values in (group, built))
+                progress = group["lr"] / initial if initial else 1.0
+                group.update(
+                    built, lr=built_rate * progress, **{"initial_lr": built_rate} if "initial_lr" in group else {}
+                )
+        for config, built in zip(trainer.lr_scheduler_configs, self._scheduler_states, strict=True):
+            settings = {key: value for key, value in built.items() if key not in self._PROGRESS}
+            config.scheduler.load_state_dict({**config.scheduler.state_dict(), **settings})

@@ -33,23 +33,23 @@ from torchrl_lightning.cli.config.replace_part import (
     close_schemas,
     command_layer,
     file_layers,
+    is_within,
     renamed_parts,
     replace_parts,
     targets_in,
     targets_of,
-    within,
 )
 from torchrl_lightning.cli.config.resume import (
     Record,
     check_record,
-    keep_process,
-    keep_settings,
     missing_choices,
-    record_in,
+    read_record,
+    restore_settings,
     resume_overrides,
+    set_process_settings,
 )
-from torchrl_lightning.cli.config.validate import read_stored
-from torchrl_lightning.cli.error_messages import SWEPT, UsageError, one_line, read_options, reported
+from torchrl_lightning.cli.config.validate import read_checkpoint_file
+from torchrl_lightning.cli.error_messages import SWEEP_NOTE, UsageError, exit_with_one_line, read_options, run_hydra
 
 # A number such as 1e5: Hydra reads it as a float, but the setting may be an integer.
 _POWER_OF_TEN = re.compile(r"(?<=[=,])\d+(?:\.\d+)?[eE]\+?\d{1,2}(?=,|$)")
@@ -81,28 +81,28 @@ def _load_limited(load: Callable[[str], ConfigResult], folder: Path, config_path
     """Load a config file from outside this package, after a check of its size, depth, aliases and tags."""
     file = folder / f"{config_path.removesuffix('.yaml')}.yaml"
     if file.exists():
-        with one_line():
+        with exit_with_one_line():
             check_file(file)
     return load(config_path)
 
 
 def _limit_files(sources: list[ConfigSource]) -> None:
     """Check each file in the folder of ``--config-dir`` before loading it, because the folder may be untrusted."""
-    ours = {str(CONF_DIR), str(EXPORT_DIR)}
+    own_folders = {str(CONF_DIR), str(EXPORT_DIR)}
     for source in sources:
-        if source.scheme() == "file" and source.path not in ours:
+        if source.scheme() == "file" and source.path not in own_folders:
             source.load_config = partial(  # type: ignore[method-assign]
                 _load_limited, source.load_config, Path(source.path)
             )
 
 
-def _check_search_path(given: list[Override]) -> None:
+def _check_search_path(overrides: list[Override]) -> None:
     """Check all files of the folders in a command's ``hydra.searchpath``, because Hydra reads them immediately."""
-    for override in given:
+    for override in overrides:
         if override.key_or_group == "hydra.searchpath" and isinstance(folders := override.value(), list):
             for folder in folders:
                 for file in sorted(Path(str(folder).removeprefix("file://")).rglob("*.yaml")):
-                    with one_line():
+                    with exit_with_one_line():
                         check_file(file)
 
 
@@ -121,9 +121,9 @@ class CommandLoader(ConfigLoader):
         self._hydra, self._resumes = hydra, resumes
         _limit_files(hydra.get_sources())
         self._records: dict[Path, Record | None] = {}
-        self._ready: DictConfig | None = None
-        self._composed: list[tuple[DictConfig, list[str]]] = []  # with the dropped settings
-        self._told: set[str] = set()
+        self._single_run_config: DictConfig | None = None
+        self._dropped_settings: list[tuple[DictConfig, list[str]]] = []  # of each composed config
+        self._printed_notes: set[str] = set()
 
     def get_search_path(self) -> ConfigSearchPath:
         """Return Hydra's search path."""
@@ -148,13 +148,13 @@ class CommandLoader(ConfigLoader):
     def mode(self, config_name: str, overrides: list[str]) -> RunMode:
         """Return the run mode of a command's config; keep the config of a single run for the next load."""
         try:
-            if not any(override.is_sweep_override() for override in _parsed(overrides)):
+            if not any(override.is_sweep_override() for override in _parse(overrides)):
                 config = self.load_configuration(config_name, overrides, RunMode.RUN)
                 if config.hydra.mode is None:  # record the mode like Hydra
                     config.hydra.mode = RunMode.RUN
                     config.hydra.overrides.hydra.append("hydra.mode=RUN")
                 if config.hydra.mode == RunMode.RUN:
-                    self._ready = config
+                    self._single_run_config = config
                 return config.hydra.mode
         except HydraException as error:
             if not str(error).startswith("You must specify"):  # a sweep may leave a group unselected
@@ -173,22 +173,22 @@ class CommandLoader(ConfigLoader):
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
         """Compose a config."""
-        if self._ready is not None:
-            config, self._ready = self._ready, None
+        if self._single_run_config is not None:
+            config, self._single_run_config = self._single_run_config, None
             return config
         overrides = [_POWER_OF_TEN.sub(_as_integer, override) for override in overrides]
         if run_mode == RunMode.RUN and (first := self._first_values(overrides, Override.is_sweep_override)):
             # Hydra will refuse several values in a single run. A misspelt name is the more probable mistake.
             self.load_configuration(config_name, [first.get(line, line) for line in overrides], run_mode)
-        self._composed = []
-        _check_search_path(_parsed(overrides))
+        self._dropped_settings = []
+        _check_search_path(_parse(overrides))
         request = _Request(self._hydra, config_name, run_mode, from_shell, validate_sweep_overrides)
         config = self._resume(overrides, request) if self._resumes else self._compose(overrides, request)
-        lost = next((dropped for each, dropped in self._composed if each is config), [])
-        told = f"note: left out, as written for parts that are replaced: {', '.join(lost)}."
-        if lost and told not in self._told:
-            self._told.add(told)
-            print(told, file=sys.stderr)
+        dropped_settings = next((dropped for composed, dropped in self._dropped_settings if composed is config), [])
+        note = f"note: ignored settings of replaced parts: {', '.join(dropped_settings)}."
+        if dropped_settings and note not in self._printed_notes:
+            self._printed_notes.add(note)
+            print(note, file=sys.stderr)
         trials = OmegaConf.select(config, "hydra.sweeper.n_trials")
         if isinstance(trials, int) and trials < 1:
             raise UsageError(f"hydra.sweeper.n_trials={trials}: expected a positive whole number.")
@@ -196,10 +196,10 @@ class CommandLoader(ConfigLoader):
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
         """Compose the config of one run of a sweep, and add its swept settings to errors."""
-        given: Any = OmegaConf.to_container(master_config.hydra.overrides, resolve=False)
-        with _noted(line for line in sweep_overrides if line not in given["task"]):
+        recorded_overrides: Any = OmegaConf.to_container(master_config.hydra.overrides, resolve=False)
+        with _with_sweep_note(line for line in sweep_overrides if line not in recorded_overrides["task"]):
             config = self.load_configuration(
-                master_config.hydra.job.config_name, [*given["hydra"], *sweep_overrides], RunMode.RUN
+                master_config.hydra.job.config_name, [*recorded_overrides["hydra"], *sweep_overrides], RunMode.RUN
             )
         OmegaConf.copy_cache(from_config=master_config, to_config=config)
         return config
@@ -216,15 +216,15 @@ class CommandLoader(ConfigLoader):
             return override.is_discrete_sweep() and (names_part or request.is_group(override.key_or_group, lines))
 
         try:
-            return self._with_parts(lines, request)
+            return self._compose_parts(lines, request)
         except HydraException:
             first = self._first_values(lines, is_option) if request.run_mode == RunMode.MULTIRUN else {}
             if not first:
                 raise
-        with _noted(first.values()):
-            config = self._with_parts([first.get(line, line) for line in lines], request)
-        swept = {option: line for line, option in first.items()}
-        config.hydra.overrides.task = [swept.get(line, line) for line in config.hydra.overrides.task]
+        with _with_sweep_note(first.values()):
+            config = self._compose_parts([first.get(line, line) for line in lines], request)
+        sweep_lines = {option: line for line, option in first.items()}
+        config.hydra.overrides.task = [sweep_lines.get(line, line) for line in config.hydra.overrides.task]
         return config
 
     def _first_values(self, lines: list[str], is_wanted: Callable[[Override], bool]) -> dict[str, str]:
@@ -235,7 +235,7 @@ class CommandLoader(ConfigLoader):
             if is_wanted(override)
         }
 
-    def _with_parts(self, lines: list[str], request: _Request) -> DictConfig:
+    def _compose_parts(self, lines: list[str], request: _Request) -> DictConfig:
         """Compose a config, and replace the parts that get another class in a file or on the command line."""
         try:
             config = request.load(lines)
@@ -250,18 +250,18 @@ class CommandLoader(ConfigLoader):
             except HydraException:
                 raise error from cause
             dropped = self._replace_parts(config, request.config_name, lines)
-            if not any(within(key, path) for path in dropped) or not close_schemas(config):
+            if not any(is_within(key, path) for path in dropped) or not close_schemas(config):
                 raise error from cause
-        self._composed.append((config, [f"{path}.{key}" for path, keys in dropped.items() for key in keys]))
+        self._dropped_settings.append((config, [f"{path}.{key}" for path, keys in dropped.items() for key in keys]))
         return config
 
     def _replace_parts(self, config: DictConfig, config_name: str | None, lines: list[str]) -> dict[str, list[str]]:
-        given = _parsed(lines)
-        paths = [*renamed_parts(config), *(path for path, _ in targets_of(given))]
+        overrides = _parse(lines)
+        paths = [*renamed_parts(config), *(path for path, _ in targets_of(overrides))]
         has_files = any(source.provider not in _PROVIDERS for source in self.get_sources())
         if not paths and not has_files:
             return {}
-        layers = [*file_layers(self._hydra, config_name, lines), command_layer(given)]
+        layers = [*file_layers(self._hydra, config_name, lines), command_layer(overrides)]
         if has_files:
             paths += [path for layer in layers for path, _ in targets_in(OmegaConf.to_container(layer))]
         return replace_parts(config, sorted(paths), layers)
@@ -269,36 +269,36 @@ class CommandLoader(ConfigLoader):
     def _resume(self, overrides: list[str], request: _Request) -> DictConfig:
         """Compose the config of a run, which may resume another run."""
 
-        def composed(lines: list[str]) -> DictConfig:
+        def compose(lines: list[str]) -> DictConfig:
             return self._compose(lines, request)
 
-        given = _parsed(overrides)
-        paths = [override for override in given if override.key_or_group == "ckpt_path"]
+        parsed = _parse(overrides)
+        paths = [override for override in parsed if override.key_or_group == "ckpt_path"]
         path = None
         if paths:
             path = None if paths[-1].is_sweep_override() else paths[-1].value()
         else:
-            config = composed(overrides)
+            config = compose(overrides)
             with suppress(OmegaConfBaseException):  # reported at the start of the run
                 path = config.get("ckpt_path")
             if path is None and not is_requeued():
                 return config
         if path == AUTO or (not paths and path is None):
             if request.run_mode == RunMode.MULTIRUN:
-                return composed(overrides)  # each run of the sweep finds its own checkpoint
-            others = [str(override.input_line) for override in given if override not in paths]
-            with one_line():
-                found = furthest_checkpoint(composed([*others, "ckpt_path=null"]), this_job=path is None)
-            path = None if found is None else str(found)
+                return compose(overrides)  # each run of the sweep finds its own checkpoint
+            others = [str(override.input_line) for override in parsed if override not in paths]
+            with exit_with_one_line():
+                checkpoint = furthest_checkpoint(compose([*others, "ckpt_path=null"]), this_job=path is None)
+            path = None if checkpoint is None else str(checkpoint)
             value = "null" if path is None else QuotedString(path, Quote.single).with_quotes()
             overrides = [*others, f"ckpt_path={value}"]
-            given = _parsed(overrides)
-        with one_line():
-            record = self._record(path, is_told_to_trust(given))
+            parsed = _parse(overrides)
+        with exit_with_one_line():
+            record = self._record(path, sets_trusted(parsed))
             if record is None:
-                return composed(overrides)
+                return compose(overrides)
             assert isinstance(path, str)
-            return _resumed(record, path, given, composed, lambda key: request.is_group(key, overrides))
+            return _compose_resumed(record, path, parsed, compose, lambda key: request.is_group(key, overrides))
 
     def _record(self, path: Any, trusted: bool) -> Record | None:
         """Read the record of a checkpoint once; return None without one. The run itself reports a missing file."""
@@ -306,19 +306,19 @@ class CommandLoader(ConfigLoader):
             return None
         file = Path(path).resolve()
         if file not in self._records:
-            self._records[file] = record_in(read_stored(path), path)
+            self._records[file] = read_record(read_checkpoint_file(path), path)
         record = self._records[file]
         return record and replace(record, trusted=trusted)
 
 
 @contextmanager
-def _noted(settings: Iterable[str]) -> Iterator[None]:
+def _with_sweep_note(settings: Iterable[str]) -> Iterator[None]:
     """Add a note with the settings of a sweep's run to Hydra's errors."""
     try:
         yield
     except HydraException as error:
         if not getattr(error, "__notes__", ()):
-            error.add_note(f"{SWEPT}{' '.join(settings)}")
+            error.add_note(f"{SWEEP_NOTE}{' '.join(settings)}")
         raise
 
 
@@ -327,19 +327,19 @@ def run_command_line(name: str, task: Callable[[Any], Any], arguments: list[str]
     options = read_options(arguments)
     if options.hydra_help or options.version or options.experimental_rerun:
         # Hydra's own parser expects all settings behind the options.
-        sys.argv[1:] = [each for each in arguments if each not in options.overrides] + options.overrides
+        sys.argv[1:] = [argument for argument in arguments if argument not in options.overrides] + options.overrides
         hydra_main(str(CONF_DIR), name)(task)()
         return
-    modes = (options.run, options.multirun, options.cfg, options.info, options.shell_completion)
-    if sum(map(bool, modes)) > 1:
+    selected = (options.run, options.multirun, options.cfg, options.info, options.shell_completion)
+    if sum(map(bool, selected)) > 1:
         raise UsageError("only one of --run, --multirun, --cfg, --info and --shell-completion can be given.")
     if options.resolve and not options.cfg:
-        raise UsageError("--resolve has no effect without --cfg; leave it out.")
+        raise UsageError("--resolve has no effect without --cfg; remove it.")
     if options.config_dir and not Path(options.config_dir).is_dir():
-        raise UsageError(f"--config-dir={options.config_dir} must be a folder. Create it, or leave the option out.")
+        raise UsageError(f"--config-dir={options.config_dir} must be a folder. Create it, or remove the option.")
     with initialized(options.config_path or str(CONF_DIR), name, options.config_dir) as hydra:
         hydra.config_loader = CommandLoader(hydra.config_loader, resumes=resumes)
-        reported(partial(_run, hydra, options.config_name or name, options, task))
+        run_hydra(partial(_run, hydra, options.config_name or name, options, task))
 
 
 def _run(hydra: Any, config_name: str, options: Namespace, task: Callable[[Any], Any]) -> None:
@@ -356,36 +356,38 @@ def _run(hydra: Any, config_name: str, options: Namespace, task: Callable[[Any],
         hydra.run(config_name, task, overrides)
 
 
-def _resumed(
+def _compose_resumed(
     record: Record,
     path: str,
-    given: list[Override],
-    composed: Callable[[list[str]], DictConfig],
+    parsed: list[Override],
+    compose: Callable[[list[str]], DictConfig],
     is_group: Callable[[str], bool],
 ) -> DictConfig:
     """Compose the config of a checkpoint's run, and apply the overrides of this command last."""
     check_record(record, path)
-    ours = [override for override in given if override.is_hydra_override()]
-    mine = [override for override in given if not override.is_hydra_override()]
-    lines, theirs = (resume_overrides(record, path, some, is_group) for some in (given, ours))
-    before = composed(_lines(theirs))
+    hydra_overrides = [override for override in parsed if override.is_hydra_override()]
+    run_overrides = [override for override in parsed if not override.is_hydra_override()]
+    lines, base_overrides = (resume_overrides(record, path, subset, is_group) for subset in (parsed, hydra_overrides))
+    run_config = compose(_to_lines(base_overrides))
     # Selecting the run's experiment may change other groups, so compare again after each choice.
-    chosen: list[str] = []
-    while missing := missing_choices(record, before.hydra.runtime.choices, chosen):
-        chosen.append(missing[0])
-        before = composed([*chosen, *_lines(theirs)])
-    config = composed([*chosen, *_lines(lines)])
-    alone = [override for override in lines if override in mine or is_group(override.key_or_group)]
-    keep_settings(config, before, record, mine)
-    lines_alone = [*chosen, *_lines(alone)]
-    here = [line for line in lines_alone if not line.startswith("debug=") or line in _lines(mine)]
-    keep_process(config, lambda: composed(here), given)
+    restored_choices: list[str] = []
+    while missing := missing_choices(record, run_config.hydra.runtime.choices, restored_choices):
+        restored_choices.append(missing[0])
+        run_config = compose([*restored_choices, *_to_lines(base_overrides)])
+    config = compose([*restored_choices, *_to_lines(lines)])
+    own_overrides = [override for override in lines if override in run_overrides or is_group(override.key_or_group)]
+    restore_settings(config, run_config, record, run_overrides)
+    own_lines = [*restored_choices, *_to_lines(own_overrides)]
+    own_lines_without_debug = [
+        line for line in own_lines if not line.startswith("debug=") or line in _to_lines(run_overrides)
+    ]
+    set_process_settings(config, lambda: compose(own_lines_without_debug), parsed)
     return config
 
 
-def is_told_to_trust(given: Iterable[Override]) -> bool:
+def sets_trusted(overrides: Iterable[Override]) -> bool:
     """Return True if the overrides of a command contain ``trusted=true``."""
-    return any(override.key_or_group == "trusted" and override.value() is True for override in given)
+    return any(override.key_or_group == "trusted" and override.value() is True for override in overrides)
 
 
 def _as_integer(match: re.Match[str]) -> str:
@@ -394,7 +396,7 @@ def _as_integer(match: re.Match[str]) -> str:
     return str(int(number)) if number == int(number) else match[0]
 
 
-def _parsed(lines: list[str]) -> list[Override]:
+def _parse(lines: list[str]) -> list[Override]:
     overrides: list[Override] = OverridesParser.create().parse_overrides(lines)
     return overrides
 
@@ -404,5 +406,5 @@ def _first_value(sweep: Override) -> str:
     return str(value.start) if isinstance(value, IntervalSweep) else next(iter(sweep.sweep_string_iterator()))
 
 
-def _lines(overrides: list[Override]) -> list[str]:
+def _to_lines(overrides: list[Override]) -> list[str]:
     return [str(override.input_line) for override in overrides]

@@ -14,14 +14,14 @@ from yaml import YAMLError
 
 from torchrl_lightning._core.plain_yaml import read_config
 from torchrl_lightning._core.run_names import folder_name, job_name, recorded_command, told
-from torchrl_lightning.cli.config.validate import read_stored
+from torchrl_lightning.cli.config.validate import read_checkpoint_file
 from torchrl_lightning.cli.error_messages import UsageError
 from torchrl_lightning.cli.run_folder.folder import check_unlocked, is_follower
 
 AUTO = "auto"  # value of ckpt_path
 
 
-class _UnusedError(Exception):
+class _UnusableError(Exception):
     """A folder or checkpoint cannot be used; the message is the reason."""
 
 
@@ -40,25 +40,25 @@ def furthest_checkpoint(config: DictConfig, *, this_job: bool) -> Path | None:
     """
     choices, overrides = recorded_command(config.hydra)
     name = job_name(choices, overrides) if this_job else folder_name(choices, overrides)
-    found: list[tuple[tuple[int, int, bool, int], Path]] = []
+    candidates: list[tuple[tuple[int, int, bool, int], Path]] = []
     for folder in dict.fromkeys(_folders(config, name, this_job=this_job)):
         try:
-            if not _is_alike(folder, choices, overrides):
+            if not _is_same_run(folder, choices, overrides):
                 continue
             paths = _checkpoints(folder)
-        except _UnusedError as reason:
+        except _UnusableError as reason:
             _warn(folder, reason)
             continue
         if not is_follower():
             check_unlocked(folder)
         for path in paths:
             try:
-                found.append((_progress(path), path))
-            except _UnusedError as reason:
+                candidates.append((_progress(path), path))
+            except _UnusableError as reason:
                 _warn(path, reason)
-    for _, path in sorted(found, reverse=True):
+    for _, path in sorted(candidates, reverse=True):
         try:
-            read_stored(path)
+            read_checkpoint_file(path)
         except (UsageError, OSError) as reason:
             _warn(path, reason)
         else:
@@ -76,40 +76,40 @@ def _warn(path: Path, reason: Exception) -> None:
 def _folders(config: DictConfig, name: str, *, this_job: bool) -> Iterator[Path]:
     """Find run folders by name, of single runs and in sweeps, and the folder given as ``hydra.run.dir``."""
     root, seed = Path(config.paths.log_dir, config.task_name), config.seed
-    begin = glob.escape(name) + ("" if this_job else "*")
-    for pattern in (f"{begin}/seed_{seed}/*", f"sweep_*/{begin}/seed_{seed}/*"):
+    prefix = glob.escape(name) + ("" if this_job else "*")
+    for pattern in (f"{prefix}/seed_{seed}/*", f"sweep_*/{prefix}/seed_{seed}/*"):
         yield from sorted(root.glob(pattern))
     lines: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
-    given = [line.partition("=")[2] for line in lines if line.startswith("hydra.run.dir=")]
-    yield from (folder for folder in map(Path, given) if folder.exists())
+    chosen_folders = [line.partition("=")[2] for line in lines if line.startswith("hydra.run.dir=")]
+    yield from (folder for folder in map(Path, chosen_folders) if folder.exists())
 
 
-def _is_alike(folder: Path, choices: dict[str, str | None], overrides: Iterable[str]) -> bool:
+def _is_same_run(folder: Path, choices: dict[str, str | None], overrides: Iterable[str]) -> bool:
     """Return True if the run of a folder has the same choices and overrides."""
     record = folder / ".hydra" / "hydra.yaml"
     try:
         if not folder.is_dir():
             return False
         if not record.is_file():
-            if any(_files(folder)):
-                raise _UnusedError("it has checkpoints, but no record of its run in .hydra/hydra.yaml")
+            if any(_checkpoint_files(folder)):
+                raise _UnusableError("it has checkpoints, but no record of its run in .hydra/hydra.yaml")
             return False
         hydra: Any = read_config(record)
-        there, given = recorded_command(hydra.hydra)
-        same = {key: value for key, value in there.items() if not key.startswith("hydra")}
-        told_there = told(given)
+        recorded_choices, recorded_overrides = recorded_command(hydra.hydra)
+        recorded_groups = {key: value for key, value in recorded_choices.items() if not key.startswith("hydra")}
+        recorded_settings = told(recorded_overrides)
     except OSError as error:
-        raise _UnusedError(f"it cannot be read ({error.strerror or error})") from error
+        raise _UnusableError(f"it cannot be read ({error.strerror or error})") from error
     except (YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise _UnusedError(
-            f".hydra/hydra.yaml is damaged ({type(error).__name__}); name a checkpoint of it by ckpt_path=FILE"
+        raise _UnusableError(
+            f".hydra/hydra.yaml is damaged ({type(error).__name__}); select one of its checkpoints with ckpt_path=FILE"
         ) from error
-    return same == {key: value for key, value in choices.items() if not key.startswith("hydra")} and (
-        told_there == told(overrides)
+    return recorded_groups == {key: value for key, value in choices.items() if not key.startswith("hydra")} and (
+        recorded_settings == told(overrides)
     )
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _checkpoint_files(folder: Path) -> Iterator[Path]:
     files = (*folder.glob("*.ckpt"), *folder.glob("checkpoints/*.ckpt"))
     yield from (path for path in files if not path.name.startswith("."))
 
@@ -117,24 +117,24 @@ def _files(folder: Path) -> Iterator[Path]:
 def _checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints of the run in a folder."""
     try:
-        paths = list(_files(folder))
+        paths = list(_checkpoint_files(folder))
     except OSError as error:
-        raise _UnusedError(f"it cannot be read ({error.strerror or error})") from error
+        raise _UnusableError(f"it cannot be read ({error.strerror or error})") from error
     if not paths:
-        raise _UnusedError("it holds no checkpoint")
+        raise _UnusableError("it contains no checkpoint")
     return paths
 
 
 def _progress(path: Path) -> tuple[int, int, bool, int]:
     """Return the progress of a run at a checkpoint as a sort key; the largest key is resumed."""
     try:
-        stored, written = read_stored(path, mapped=True, verify=False), path.stat().st_mtime_ns
+        stored, modified = read_checkpoint_file(path, mapped=True, verify=False), path.stat().st_mtime_ns
     except (UsageError, OSError) as error:
-        raise _UnusedError(str(error)) from error
+        raise _UnusableError(str(error)) from error
     states = (value for key, value in stored.items() if str(key).endswith("DataModule") and isinstance(value, dict))
     ranks = next(states, {}).get("ranks")
-    first: Any = ranks[0] if isinstance(ranks, list) and ranks and isinstance(ranks[0], dict) else {}
+    first_rank: Any = ranks[0] if isinstance(ranks, list) and ranks and isinstance(ranks[0], dict) else {}
     frames, steps = (
-        value if isinstance(value, int) else 0 for value in (first.get("frames"), stored.get("global_step"))
+        value if isinstance(value, int) else 0 for value in (first_rank.get("frames"), stored.get("global_step"))
     )
-    return frames, steps, not path.name.startswith("best"), written
+    return frames, steps, not path.name.startswith("best"), modified

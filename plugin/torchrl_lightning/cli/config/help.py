@@ -12,7 +12,7 @@ from torchrl_lightning._hydra.paths import CONF_DIR
 
 _SETTING = re.compile(r"(?P<indent> *)(?P<key>\w+):(?: (?P<value>[^#]*))?(?:# (?P<meaning>.*))?$")
 _CHOICE = re.compile(r"  - (?:override /)?(?P<group>[\w/]+): (?P<option>\w+)(?: # (?P<meaning>.*))?$")
-_SHOWN = ("data", "model", "trainer")  # besides the top level of the config
+_SECTIONS = ("data", "model", "trainer")  # besides the top level of the config
 
 
 def help_text(name: str) -> str:
@@ -25,8 +25,8 @@ def help_text(name: str) -> str:
     settings = _settings(path, chosen)
     width = min(36, max(len(f"{key}={value}") for key, (value, _) in settings.items()))
     lines = [f"  {f'{key}={value}':{width}}  {meaning}" for key, (value, meaning) in settings.items()]
-    parts.append("FIELD=VALUE sets a value; these are the main ones, as they are by default:\n\n" + "\n".join(lines))
-    parts.append("--cfg job prints the config of a run, --hydra-help what Hydra offers besides.")
+    parts.append("FIELD=VALUE sets a value. The main settings and their defaults:\n\n" + "\n".join(lines))
+    parts.append("--cfg job prints the config of a run, --hydra-help prints the options of Hydra.")
     return "\n\n".join(parts)
 
 
@@ -38,9 +38,9 @@ def _head(path: Path) -> str:
 def _choices(path: Path) -> dict[str, str]:
     """Map the groups of a defaults list to their selected options, including the options of its experiment."""
     matches = [match for match in map(_CHOICE.match, _lines(path)) if match is not None and match["option"] != "null"]
-    found = {match["group"]: match["option"] for match in matches}
-    experiment = CONF_DIR / "experiment" / f"{found.get('experiment')}.yaml"
-    return {**found, **_choices(experiment)} if experiment.is_file() else found
+    options = {match["group"]: match["option"] for match in matches}
+    experiment = CONF_DIR / "experiment" / f"{options.get('experiment')}.yaml"
+    return {**options, **_choices(experiment)} if experiment.is_file() else options
 
 
 def _groups(path: Path) -> Iterator[str]:
@@ -64,19 +64,21 @@ def _groups(path: Path) -> Iterator[str]:
 
 def _settings(path: Path, chosen: dict[str, str]) -> dict[str, tuple[str, str]]:
     """Map the documented settings to their values and meanings, composed in Hydra's order."""
-    found: dict[str, tuple[str, str]] = {}
-    files = [(CONF_DIR / group / f"{chosen[group]}.yaml", group) for group in (*_SHOWN, "env") if group in chosen]
+    settings: dict[str, tuple[str, str]] = {}
+    files = [(CONF_DIR / group / f"{chosen[group]}.yaml", group) for group in (*_SECTIONS, "env") if group in chosen]
     files += [(path, "")]
     if "experiment" in chosen:
         files.append((CONF_DIR / "experiment" / f"{chosen['experiment']}.yaml", ""))
     for file, package in files:
         for key, value, meaning in _fields(file, package):
-            if key.partition(".")[0] in _SHOWN or "." not in key:
-                known = found.get(key, ("", ""))
-                found[key] = (value, meaning or known[1])
-    told = {key: (value, meaning) for key, (value, meaning) in found.items() if meaning and value}
-    rooms = ("", *_SHOWN)
-    return dict(sorted(told.items(), key=lambda item: rooms.index(item[0].rpartition(".")[0].partition(".")[0])))
+            if key.partition(".")[0] in _SECTIONS or "." not in key:
+                previous = settings.get(key, ("", ""))
+                settings[key] = (value, meaning or previous[1])
+    documented = {key: (value, meaning) for key, (value, meaning) in settings.items() if meaning and value}
+    section_order = ("", *_SECTIONS)
+    return dict(
+        sorted(documented.items(), key=lambda item: section_order.index(item[0].rpartition(".")[0].partition(".")[0]))
+    )
 
 
 def _fields(path: Path, package: str) -> Iterator[tuple[str, str, str]]:

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig
 
 from torchrl_lightning._core.trust import resolve_target
-from torchrl_lightning.cli.config.resume import copies
+from torchrl_lightning.cli.config.resume import module_factory
 from torchrl_lightning.cli.error_messages import UsageError
 from torchrl_lightning.deploy.loading import CONFIG, checkpoint_of, extract_statistics, read_checkpoint
 from torchrl_lightning.deploy.weights import beginning_weights
@@ -33,12 +33,12 @@ class InitFrom(Callback):
         super().__init__()
         self.source = source
         try:
-            self.path, stored = _read(source)
+            self.path, stored = _read_source(source)
             self._statistics = extract_statistics(stored, self.path)
         except (ValueError, ImportError) as error:
             raise UsageError(f"init_from={source}: {error}.") from error
         self._weights: dict[str, Any] = dict(stored["state_dict"])
-        self._anew: list[str] = []  # networks with new weights
+        self._new_networks: list[str] = []  # networks with new weights
         self._config = stored.get(CONFIG)
 
     def check(self, data: Any, model: Any) -> None:
@@ -47,29 +47,30 @@ class InitFrom(Callback):
             self._check_weights(data, model)
             data.load_normalization(self._statistics, trial=True)
         except ValueError as error:
-            raise self._misfit(error) from error
+            raise self._usage_error(error) from error
         finally:
             data.close()
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """The line to print after :meth:`check`."""
-        what, new = ("actor", f"; new: {', '.join(self._anew)}") if self._anew else ("weights", "")
-        return f"begins with the {what} and moments of {self.path}{new}"
+        if self._new_networks:
+            return f"starts with the actor and moments of {self.path}; new: {', '.join(self._new_networks)}"
+        return f"starts with the weights and moments of {self.path}"
 
     def _check_weights(self, data: Any, model: Any) -> None:
-        if (make := copies(model, data)) is None:
+        if (build_copy := module_factory(model, data)) is None:
             return
         try:
-            self._weights, self._anew = beginning_weights(make, {"state_dict": self._weights}, own=True)
+            self._weights, self._new_networks = beginning_weights(build_copy, {"state_dict": self._weights}, own=True)
         except ValueError as error:
             # Compare the learners only on an error: another learner's weights may fit, such as A2C weights in PPO.
-            there, here = self._learner(), type(model)
-            if there in (None, here):
+            source_class, own_class = self._learner(), type(model)
+            if source_class in (None, own_class):
                 raise
             raise ValueError(
-                f"it is of {there.__name__}, this run has {here.__name__}; say the experiment= or model= of that one: "
-                f"{error}"
+                f"it is of {source_class.__name__}, this run has {own_class.__name__}; select its experiment= or "
+                f"model=: {error}"
             ) from error
 
     def _learner(self) -> Any:
@@ -81,19 +82,19 @@ class InitFrom(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Load weights and moments; networks and optimizers exist by now."""
         try:
-            others = pl_module.state_dict() if self._anew else {}
-            pl_module.load_state_dict({**others, **self._weights})
+            initial_weights = pl_module.state_dict() if self._new_networks else {}
+            pl_module.load_state_dict({**initial_weights, **self._weights})
         except RuntimeError as error:  # a user's module, which check() cannot try
-            raise self._misfit(error) from error
+            raise self._usage_error(error) from error
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         data.load_normalization(self._statistics)
         self._weights = {}
 
-    def _misfit(self, error: Exception) -> UsageError:
+    def _usage_error(self, error: Exception) -> UsageError:
         return UsageError(f"init_from={self.source} does not fit this run: {' '.join(str(error).split())}")
 
 
-def _read(source: str) -> tuple[str | Path, dict[str, Any]]:
+def _read_source(source: str) -> tuple[str | Path, dict[str, Any]]:
     """Return the location of a source and its content."""
     from torchrl_lightning.deploy.hub import is_pretrained, read_pretrained
 
@@ -101,29 +102,27 @@ def _read(source: str) -> tuple[str | Path, dict[str, Any]]:
         return source, read_pretrained(source)
     path = checkpoint_of(source)
     if not path.is_file():
-        raise ValueError("it is neither the folder of a run, nor a checkpoint, nor a published policy")
+        raise ValueError("it must be a run folder, a checkpoint or a published policy")
     return path, read_checkpoint(path)
 
 
-def load_init_from(cfg: DictConfig, differ: Mapping[str, tuple[Any, Any]]) -> InitFrom | None:
+def load_init_from(cfg: DictConfig, changed_settings: Mapping[str, tuple[Any, Any]]) -> InitFrom | None:
     """Return the ``init_from`` source of a run; None without ``init_from`` or if the run resumes a checkpoint.
 
     Args:
         cfg: The config of the run.
-        differ: The settings that differ from the config of the resumed checkpoint.
+        changed_settings: The settings that differ from the config of the resumed checkpoint.
 
     Raises:
         UsageError: The settings contradict each other, or the source cannot be read.
     """
     resumes = cfg.ckpt_path is not None
-    if resumes and differ.get("init_from", (None, None))[1] is not None:
-        raise UsageError(
-            f"init_from={cfg.init_from} has no effect on a run that is resumed; leave it out, or leave out ckpt_path."
-        )
+    if resumes and changed_settings.get("init_from", (None, None))[1] is not None:
+        raise UsageError(f"init_from={cfg.init_from} has no effect on a resumed run; remove it, or remove ckpt_path.")
     if cfg.freeze_statistics and not resumes and cfg.init_from is None:
         raise UsageError(
-            "freeze_statistics=true keeps the moments that a run begins with; say with which: init_from=RUN."
+            "freeze_statistics=true freezes the moments at the start of a run; set their source with init_from=RUN."
         )
     if cfg.freeze_statistics and not (cfg.data.get("normalize_observation") or cfg.data.get("normalize_reward")):
-        raise UsageError("freeze_statistics=true keeps moments, but this run normalises nothing; leave it out.")
+        raise UsageError("freeze_statistics=true freezes moments, but this run does not normalise; remove it.")
     return None if resumes or cfg.init_from is None else InitFrom(str(cfg.init_from))

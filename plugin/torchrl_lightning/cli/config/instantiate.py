@@ -18,17 +18,17 @@ from torchrl_lightning._core.suggestions import did_you_mean
 from torchrl_lightning._hydra.compat import instantiate
 from torchrl_lightning.agents.base import AgentModule
 from torchrl_lightning.agents.dry_run import NetworkFault, network_faults
-from torchrl_lightning.cli.config.resume import copies, plain
+from torchrl_lightning.cli.config.resume import module_factory, plain
 from torchrl_lightning.cli.error_messages import UsageError
 from torchrl_lightning.deploy.loading import CONFIG
 from torchrl_lightning.environments.install_hint import install_hint
 
 # Errors that constructors raise for bad arguments; any other error is a bug and keeps its traceback.
-MISTAKES = (ValueError, TypeError, KeyError, ImportError)
+SETTING_ERRORS = (ValueError, TypeError, KeyError, ImportError)
 # Remedies to append to messages of other libraries.
 _REMEDIES = {
-    "No supported gpu backend found": " Say trainer=default to train on the processor, or install a build of PyTorch "
-    "that knows this machine's GPU."
+    "No supported gpu backend found": " Set trainer=default to train on the CPU, or install a build of PyTorch that "
+    "supports this machine's GPU."
 }
 
 
@@ -41,7 +41,7 @@ def build_part(cfg: DictConfig, key: str, **arguments: Any) -> Any:
         return instantiate(OmegaConf.select(cfg, key), **arguments)
     except InstantiationException as error:
         cause = error.__cause__
-        if not isinstance(cause, (*MISTAKES, MisconfigurationException)):
+        if not isinstance(cause, (*SETTING_ERRORS, MisconfigurationException)):
             raise
         where = re.search(r"full_key: (\S+)", str(error))
         raise UsageError(describe(cfg, key if where is None else where[1], cause)) from error
@@ -59,38 +59,38 @@ def check_parts(
     ``compare`` compares the networks with a checkpoint before they are allocated. With a trainer, the networks also
     run forward and backward.
     """
-    place = "data"
+    setting = "data"
     # Building a trial must not advance the run's own random generator.
     with torch.random.fork_rng(devices=[]):
         try:
             for argument in data.check_fit(model):
-                place = f"data.{argument}"
-            place = "model"
+                setting = f"data.{argument}"
+            setting = "model"
             if compare is not None:
                 compare()
-            if (make := copies(model, data)) is not None:
+            if (build_model := module_factory(model, data)) is not None:
                 with network_faults(model, data.specs):
-                    trial = make()
+                    trial_model = build_model()
                 # The trial runs on the CPU, which may not support a network for a GPU; the trainer tries it there.
                 on_cpu = trainer is not None and trainer.strategy.root_device.type == "cpu"
-                if isinstance(trial, AgentModule) and on_cpu:
-                    trial.try_networks(data.specs, trainer)
-                    model.passed_dry_run = trial.passed_dry_run
+                if isinstance(trial_model, AgentModule) and on_cpu:
+                    trial_model.try_networks(data.specs, trainer)
+                    model.passed_dry_run = trial_model.passed_dry_run
             check_compatible(model, data)
         except (UsageError, NetworkFault):
             raise
-        except MISTAKES as error:
-            raise UsageError(describe(cfg, place, error)) from error
+        except SETTING_ERRORS as error:
+            raise UsageError(describe(cfg, setting, error)) from error
         finally:
             data.close()
 
 
 @contextmanager
-def named(cfg: DictConfig, key: str) -> Iterator[None]:
+def setting_errors(cfg: DictConfig, key: str) -> Iterator[None]:
     """Convert errors to a UsageError that names the wrong setting, at or below a key of the config."""
     try:
         yield
-    except MISTAKES as error:
+    except SETTING_ERRORS as error:
         raise UsageError(describe(cfg, key, error)) from error
 
 
@@ -103,14 +103,14 @@ def describe(cfg: DictConfig, key: str, error: BaseException) -> str:
     misspelt = re.search(r"that '(\w+)' is importable from module '(torchrl_lightning[\w.]*)'", text)
     if misspelt is not None:
         text = f"{misspelt[2]} has no {misspelt[1]}{did_you_mean(misspelt[1], dir(import_module(misspelt[2])))}"
-    begin = re.match(r"(\w+)(\[\d+\])?", text)
+    name_match = re.match(r"(\w+)(\[\d+\])?", text)
     # An error of the environment may be in a sibling setting.
     for holder in filter(None, (key, key.rpartition(".")[0])):
         node = OmegaConf.select(cfg, holder)
-        if isinstance(node, DictConfig) and begin is not None and begin[1] in node:
-            told = f"{begin[1]}={node[begin[1]]}"
+        if isinstance(node, DictConfig) and name_match is not None and name_match[1] in node:
+            setting = f"{name_match[1]}={node[name_match[1]]}"
             # For a list, the message already includes the entry.
-            return f"{holder}.{text}" if begin[2] or text.startswith(told) else f"{holder}.{told}: {text}"
+            return f"{holder}.{text}" if name_match[2] or text.startswith(setting) else f"{holder}.{setting}: {text}"
     return text if isinstance(error, IncompatibleError) else f"{key}: {text}"
 
 

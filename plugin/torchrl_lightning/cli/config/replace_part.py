@@ -75,18 +75,18 @@ def close_schemas(config: DictConfig) -> bool:
     Args:
         config: A config composed within :func:`~torchrl_lightning._hydra.schemas.open_schemas`.
     """
-    is_whole = True
+    is_complete = True
     for key in config:
         if key == "hydra" or OmegaConf.is_missing(config, key) or OmegaConf.is_interpolation(config, str(key)):
             continue
         node = config[key]
         if isinstance(node, DictConfig):
-            is_whole = close_schemas(node) and is_whole
-    kind: Any = OmegaConf.get_type(config)
-    if is_dataclass(kind):
+            is_complete = close_schemas(node) and is_complete
+    schema_class: Any = OmegaConf.get_type(config)
+    if is_dataclass(schema_class):
         OmegaConf.set_struct(config, None)
-        is_whole = is_whole and set(config) <= {field.name for field in fields(kind)}
-    return is_whole
+        is_complete = is_complete and set(config) <= {field.name for field in fields(schema_class)}
+    return is_complete
 
 
 def replace_part(config: DictConfig, path: str, target: str) -> None:
@@ -118,7 +118,7 @@ def replace_parts(config: DictConfig, paths: Iterable[str], layers: Sequence[Any
     """
     dropped: dict[str, list[str]] = {}
     for path in dict.fromkeys(paths):
-        if any(within(path, outer) for outer in dropped):
+        if any(is_within(path, outer) for outer in dropped):
             continue
         target, settings, is_replaced = _schema_target(config, path), OmegaConf.create(), False
         old: list[str] = []
@@ -126,12 +126,12 @@ def replace_parts(config: DictConfig, paths: Iterable[str], layers: Sequence[Any
             content = _part(layer, path)
             if content is None:
                 continue
-            named = _plain(content).get(_TARGET, target)
-            if target not in (None, named):
+            layer_target = _plain(content).get(_TARGET, target)
+            if target not in (None, layer_target):
                 old += [str(key) for key in settings if not str(key).startswith("_")]
-                kept = {key: value for key, value in _plain(settings).items() if key in _DIRECTIVES}
-                settings, is_replaced = OmegaConf.create(kept), True
-            target = named
+                directives = {key: value for key, value in _plain(settings).items() if key in _DIRECTIVES}
+                settings, is_replaced = OmegaConf.create(directives), True
+            target = layer_target
             settings.merge_with(content)
         if not is_replaced:
             continue
@@ -145,7 +145,7 @@ def replace_parts(config: DictConfig, paths: Iterable[str], layers: Sequence[Any
     return dropped
 
 
-def within(key: str, outer: str) -> bool:
+def is_within(key: str, outer: str) -> bool:
     """Return True if a setting equals ``outer`` or is below it."""
     return key == outer or key.startswith((f"{outer}.", f"{outer}/"))
 
@@ -161,9 +161,13 @@ def _part(layer: DictConfig, path: str) -> DictConfig | None:
 
 def _schema_target(config: DictConfig, path: str) -> str | None:
     """Return the class of a part's schema, or None."""
-    kind: Any = OmegaConf.get_type(OmegaConf.select(config, path))
-    found = (str(field.default) for field in fields(kind) if field.name == _TARGET) if is_dataclass(kind) else ()
-    return next(iter(found), None)
+    schema_class: Any = OmegaConf.get_type(OmegaConf.select(config, path))
+    targets = (
+        (str(field.default) for field in fields(schema_class) if field.name == _TARGET)
+        if is_dataclass(schema_class)
+        else ()
+    )
+    return next(iter(targets), None)
 
 
 def _plain(config: DictConfig) -> Any:

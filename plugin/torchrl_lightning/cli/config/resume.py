@@ -26,24 +26,24 @@ from omegaconf.errors import OmegaConfBaseException
 from torchrl_lightning._core.file_limits import OVERRIDES
 from torchrl_lightning._core.protocols import LearnerApi
 from torchrl_lightning._core.run_metadata import COMMAND
-from torchrl_lightning.cli.config.replace_part import replace_part, targets_in, targets_of, within
+from torchrl_lightning.cli.config.replace_part import is_within, replace_part, targets_in, targets_of
 from torchrl_lightning.cli.config.validate import TRUST
 from torchrl_lightning.cli.error_messages import UsageError
 
 # Settings that always come from the current run, not from the checkpoint.
-_PRESENT = {"ckpt_path", "trusted", "paths", "hparams_search", "hydra"}
+_CURRENT_RUN = {"ckpt_path", "trusted", "paths", "hparams_search", "hydra"}
 # Process settings that must not come from a file of someone else.
-_PROCESS = {"trainer.profiler", "trainer.detect_anomaly"}
-_PLACES = {"dirpath", "save_dir", "default_root_dir"}
+_PROCESS_SETTINGS = {"trainer.profiler", "trainer.detect_anomaly"}
+_FOLDER_SETTINGS = {"dirpath", "save_dir", "default_root_dir"}
 # These settings decide where files are written, so they are restored only from a trusted checkpoint.
-_PRIVATE = {"callbacks", "logger", "task_name"}
-_TRAINER = {"_target_": "lightning.Trainer", "plugins": [{"_target_": "torchrl_lightning.AtomicCheckpointIO"}]}
+_TRUSTED_ONLY = {"callbacks", "logger", "task_name"}
+_DEFAULT_TRAINER = {"_target_": "lightning.Trainer", "plugins": [{"_target_": "torchrl_lightning.AtomicCheckpointIO"}]}
 # Groups that a resumed run may change, because training does not depend on them.
 _FREE_GROUPS = {"hparams_search", "hydra", "logger", "paths"}
 _KEY = r"[A-Za-z_][\w-]*(?:[./][\w-]+)*(?:@[\w.]+)?"
 # Overrides without interpolations, functions of Hydra's grammar and escapes.
-_PLAIN = re.compile(rf"(?:~{_KEY}|\+{{0,2}}{_KEY}=[^$()\\\n]{{0,2000}})")
-_OPTION = re.compile(r"[\w/-]+")
+_PLAIN_OVERRIDE = re.compile(rf"(?:~{_KEY}|\+{{0,2}}{_KEY}=[^$()\\\n]{{0,2000}})")
+_OPTION_NAME = re.compile(r"[\w/-]+")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Record:
     overrides: list[str]
     trusted: bool = False
 
-    def holds(self, key: str) -> bool:
+    def is_inherited(self, key: str) -> bool:
         """Return True if a resumed run inherits this setting.
 
         An equal number of threads makes a resumed run bit-identical, but this machine may have fewer cores.
@@ -67,9 +67,9 @@ class Record:
             threads = self.config.get(key)
             return isinstance(threads, int) and 1 <= threads <= (os.cpu_count() or 1)
         first, last = re.split("[./@]", key)[0], key.rpartition(".")[2]
-        if first in _PRESENT or last in _PLACES or key in _PROCESS:
+        if first in _CURRENT_RUN or last in _FOLDER_SETTINGS or key in _PROCESS_SETTINGS:
             return False
-        return self.trusted or (first not in _PRIVATE and last != "target_agent_demos_dir")
+        return self.trusted or (first not in _TRUSTED_ONLY and last != "target_agent_demos_dir")
 
 
 def plain(node: Any) -> Any:
@@ -83,7 +83,7 @@ def plain(node: Any) -> Any:
     return node if node is None or isinstance(node, bool | int | float | str) else str(node)
 
 
-def record_in(stored: Mapping[str, Any], path: str | Path, *, trusted: bool = False) -> Record | None:
+def read_record(stored: Mapping[str, Any], path: str | Path, *, trusted: bool = False) -> Record | None:
     """Return the record in the content of a checkpoint; None if our commands did not write it."""
     from torchrl_lightning.deploy.loading import CONFIG
 
@@ -97,84 +97,89 @@ def record_in(stored: Mapping[str, Any], path: str | Path, *, trusted: bool = Fa
         and isinstance(overrides := command.get("overrides"), list)
         and len(overrides) <= OVERRIDES
         and all(isinstance(text, str) for text in (*choices, *overrides))
-        and all(value is None or (isinstance(value, str) and _OPTION.fullmatch(value)) for value in choices.values())
+        and all(
+            value is None or (isinstance(value, str) and _OPTION_NAME.fullmatch(value)) for value in choices.values()
+        )
     ):
-        raise UsageError(f"{path}: what it says of its run is no plain data.")
-    _check(config, path, trusted=True)
+        raise UsageError(f"{path}: the record of its run must be plain data.")
+    _check_trust(config, path, trusted=True)
     return Record(config, choices, overrides, trusted)
 
 
-def kept_overrides(record: Record, path: str | Path) -> list[Override]:
+def inherited_overrides(record: Record, path: str | Path) -> list[Override]:
     """Return the parsed overrides that a resumed run inherits.
 
     Overrides with more than a plain value, such as an interpolation, are left out, because the config has the value.
     The same applies to overrides that contradict the config. Only plain text reaches Hydra's parser.
     """
     parser = OverridesParser.create()
-    found: list[Override] = []
+    overrides: list[Override] = []
     for line in record.overrides:
         key = line.lstrip("+~").partition("=")[0]
         if re.match(r"hydra[./]", key):
-            raise UsageError(f"{path}: its overrides are no settings of a run: {line!r}.")
-        if not _PLAIN.fullmatch(line) or len(re.findall(r"[\[{]", line)) > 64 or not record.holds(key):
+            raise UsageError(f"{path}: its overrides must be settings of a run, got {line!r}.")
+        if not _PLAIN_OVERRIDE.fullmatch(line) or len(re.findall(r"[\[{]", line)) > 64 or not record.is_inherited(key):
             continue
         try:
             parsed = parser.parse_override(line)
         except HydraException:
             continue
         if parsed.is_delete():
-            is_kept = record.choices.get(_key(parsed)) is None and not _found(record.config, key)
+            is_kept = record.choices.get(_key(parsed)) is None and not _lookup(record.config, key)
         else:
             value = parsed.value()
             is_plain = parsed.value_type == ValueType.ELEMENT
             is_kept = value == record.choices.get(_key(parsed), "") or (
-                is_plain and _agrees(plain(value), record.config, key)
+                is_plain and _has_value(plain(value), record.config, key)
             )
         if is_kept:
-            found.append(parsed)
-    return found
+            overrides.append(parsed)
+    return overrides
 
 
 def resume_overrides(
-    record: Record, path: str | Path, given: Iterable[Override], is_group: Callable[[str], bool]
+    record: Record, path: str | Path, command_overrides: Iterable[Override], is_group: Callable[[str], bool]
 ) -> list[Override]:
     """Return the overrides of a resumed run: the inherited overrides, then the overrides of this command.
 
     Args:
         record: The record of the checkpoint.
         path: The checkpoint.
-        given: The overrides of this command.
+        command_overrides: The overrides of this command.
         is_group: Return True if a key is a config group.
 
     Raises:
         UsageError: This command selects another option of a group than the run.
     """
-    mine: list[Override] = []
-    for override in given:
-        group, is_held = override.key_or_group, False
+    own_overrides: list[Override] = []
+    for override in command_overrides:
+        group, inherits_choice = override.key_or_group, False
         if is_group(group) and group.partition("/")[0] not in _FREE_GROUPS and not override.is_sweep_override():
             chosen = record.choices.get(_key(override))
-            asked = None if override.is_delete() else override.value()
-            if asked != chosen:
+            requested = None if override.is_delete() else override.value()
+            if requested != chosen:
                 raise UsageError(
                     f"{override.input_line} differs from the run of {path}, which has {group}={chosen or 'null'}. "
-                    "A resumed run keeps its groups: leave it out, or start anew without ckpt_path."
+                    "A resumed run keeps its groups: remove it, or start a new run without ckpt_path."
                 )
-            is_held = record.holds(group)
-        if not is_held:
-            mine.append(override)
-    keys, replaced = {_key(override) for override in mine}, _replaced(record, mine)
-    kept = (override for override in kept_overrides(record, path) if _key(override) not in keys)
-    return [*(each for each in kept if not any(within(_key(each), part) for part in replaced)), *mine]
+            inherits_choice = record.is_inherited(group)
+        if not inherits_choice:
+            own_overrides.append(override)
+    keys, replaced = {_key(override) for override in own_overrides}, _replaced_parts(record, own_overrides)
+    inherited_only = (override for override in inherited_overrides(record, path) if _key(override) not in keys)
+    return [
+        *(override for override in inherited_only if not any(is_within(_key(override), part) for part in replaced)),
+        *own_overrides,
+    ]
 
 
 def check_record(record: Record, path: str | Path) -> None:
     """Raise UsageError if resuming the run requires ``trusted=true``."""
-    taken = {key: value for key, value in record.config.items() if record.holds(key)}
-    trainer = taken.get("trainer")
+    inherited = {key: value for key, value in record.config.items() if record.is_inherited(key)}
+    trainer = inherited.get("trainer")
     if isinstance(trainer, dict):
-        taken["trainer"] = {key: value for key, value in trainer.items() if value != _TRAINER.get(key)}
-    _check(taken, path, trusted=record.trusted)
+        inherited["trainer"] = {key: value for key, value in trainer.items() if value != _DEFAULT_TRAINER.get(key)}
+    _check_trust(inherited, path, trusted=record.trusted)
 
 
 def needs_trust(config: dict[str, Any]) -> bool:
@@ -193,7 +198,7 @@ def missing_choices(record: Record, choices: Mapping[str, str | None], chosen: C
         f"{group}={option or 'null'}"
         for group, option in record.choices.items()
         if group.partition("/")[0] not in _FREE_GROUPS
-        and record.holds(group)
+        and record.is_inherited(group)
         and group in choices
         and choices[group] != option
     ]
@@ -203,77 +208,83 @@ def missing_choices(record: Record, choices: Mapping[str, str | None], chosen: C
     )
 
 
-def keep_settings(config: DictConfig, before: DictConfig, record: Record, given: Iterable[Override]) -> None:
+def restore_settings(
+    config: DictConfig, base_config: DictConfig, record: Record, command_overrides: Iterable[Override]
+) -> None:
     """Restore the checkpoint's values in a composed config for all settings that YAML has changed since.
 
     Args:
         config: The config to run, composed from the groups and overrides of the run and of this command.
-        before: The config composed only from the groups and overrides of the run.
+        base_config: The config composed only from the groups and overrides of the run.
         record: The record of the checkpoint. Values from ``paths``, such as the folder, come from the current run.
-        given: The overrides of this command, which take precedence.
+        command_overrides: The overrides of this command, which take precedence.
     """
-    before = before.copy()
-    with open_dict(before):
-        before.paths = record.config.get("paths", {})
-    given = list(given)
-    named = {part for part, _ in targets_of(given)}
-    theirs = {_key(override) for override in given} | _replaced(record, given)
+    base_config = base_config.copy()
+    with open_dict(base_config):
+        base_config.paths = record.config.get("paths", {})
+    command_overrides = list(command_overrides)
+    targeted = {part for part, _ in targets_of(command_overrides)}
+    command_keys = {_key(override) for override in command_overrides} | _replaced_parts(record, command_overrides)
     for part, target in targets_in(record.config):
-        if record.holds(part) and part not in named and not any(within(part, key) for key in theirs):
-            for each in (before, config):
-                present = dict(targets_in(OmegaConf.to_container(each)))
-                if present.get(part, target) != target:
-                    replace_part(each, part, target)
+        if record.is_inherited(part) and part not in targeted and not any(is_within(part, key) for key in command_keys):
+            for target_config in (base_config, config):
+                current_targets = dict(targets_in(OmegaConf.to_container(target_config)))
+                if current_targets.get(part, target) != target:
+                    replace_part(target_config, part, target)
     # Restore plain settings first: an interpolated setting then often has the checkpoint's value already.
     for interpolated in (False, True):
-        for keys, value in [*_changed(before, record.config, interpolated=interpolated)]:
+        for keys, value in [*_changed_values(base_config, record.config, interpolated=interpolated)]:
             name = ".".join(keys)
-            if not record.holds(name) or any(within(name, key) or within(key, name) for key in theirs):
+            if not record.is_inherited(name) or any(
+                is_within(name, key) or is_within(key, name) for key in command_keys
+            ):
                 continue
-            _assign(before, keys, value)
+            _assign(base_config, keys, value)
             _assign(config, keys, value)
 
 
-def keep_process(config: DictConfig, alone: Callable[[], DictConfig], given: Iterable[Override]) -> None:
+def set_process_settings(
+    config: DictConfig, compose_own: Callable[[], DictConfig], command_overrides: Iterable[Override]
+) -> None:
     """Set the process settings to the values of this command.
 
     Args:
         config: The config to run.
-        alone: Compose a config only from this command.
-        given: The overrides of this command.
+        compose_own: Compose a config only from this command.
+        command_overrides: The overrides of this command.
     """
-    keys = {_key(override) for override in given}
-    if differing := [name for name in _PROCESS if name not in keys and OmegaConf.select(config, name)]:
-        own = alone()
+    keys = {_key(override) for override in command_overrides}
+    if differing := [name for name in _PROCESS_SETTINGS if name not in keys and OmegaConf.select(config, name)]:
+        own_config = compose_own()
         for name in differing:
-            OmegaConf.update(config, name, OmegaConf.select(own, name))
+            OmegaConf.update(config, name, OmegaConf.select(own_config, name))
 
 
-def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Map the settings that differ between two configs to both values; a missing value is ``"absent"``.
 
     Examples:
         >>> differences({"model": {"gamma": 0.9, "tau": 1.0}}, {"model": {"gamma": 0.99, "tau": 1.0}})
         {'model.gamma': (0.9, 0.99)}
     """
-    before, now = (dict(_settings(config)) for config in (there, here))
-    absent = "absent"
+    stored_values, current_values = (dict(_settings(config)) for config in (stored, current))
+    missing = "absent"
     return {
-        key: (before.get(key, absent), now.get(key, absent))
-        for key in dict.fromkeys((*before, *now))
-        if before.get(key, absent) != now.get(key, absent)
+        key: (stored_values.get(key, missing), current_values.get(key, missing))
+        for key in dict.fromkeys((*stored_values, *current_values))
+        if stored_values.get(key, missing) != current_values.get(key, missing)
     }
 
 
 def config_diff(stored: Mapping[str, Any], path: str | Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the differences between a checkpoint's config and a config, except for the run folder."""
-    record = record_in(stored, path)
+    record = read_record(stored, path)
     if record is None:
         return {}
     return {
         key: values
         for key, values in differences(record.config, config).items()
-        if key.partition(".")[0] not in _PRESENT and key.rpartition(".")[2] not in _PLACES
+        if key.partition(".")[0] not in _CURRENT_RUN and key.rpartition(".")[2] not in _FOLDER_SETTINGS
     }
 
 
@@ -314,27 +325,27 @@ def check_checkpoint(
     state = stored.get(type(data).__qualname__)
     try:
         if state is None:
-            streams = " and ".join(key for key in stored if key.endswith("DataModule")) or "no experience"
-            raise ValueError(f"it holds {streams}, but this run has data={type(data).__qualname__}.")
+            names = " and ".join(key for key in stored if key.endswith("DataModule")) or "no experience"
+            raise ValueError(f"it contains {names}, but this run has data={type(data).__qualname__}.")
         if plays:
             check_environment(data, state)
         else:
             data.check_state(state, model)
         if world_size is not None and "ranks" in state:
             state_of_rank(state["ranks"], 0, world_size)
-        if (make := copies(model, data)) is not None:
-            check_weights(make, stored, own=True)
+        if (build_model := module_factory(model, data)) is not None:
+            check_weights(build_model, stored, own=True)
             if resumes and isinstance(model, AgentModule) and "optimizer_states" in stored:
-                make().check_optimizer_states(stored["optimizer_states"])
+                build_model().check_optimizer_states(stored["optimizer_states"])
     except (ValueError, RuntimeError) as error:
-        raise UsageError(f"{path} does not fit this run: {error}{_changed_settings(path, stored, config)}") from error
+        raise UsageError(f"{path} does not fit this run: {error}{_describe_changes(path, stored, config)}") from error
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise UsageError(f"{path} holds no state of ours: {type(error).__name__}: {error}.") from error
+        raise UsageError(f"{path} contains no state of this package: {type(error).__name__}: {error}.") from error
     finally:
         data.close()
 
 
-def copies(model: Any, data: Any) -> Callable[[], Any] | None:
+def module_factory(model: Any, data: Any) -> Callable[[], Any] | None:
     """Return a factory of model copies with the networks for a DataModule; None if the model cannot build networks."""
     if LearnerApi.of(model).build is None:
         return None
@@ -342,18 +353,18 @@ def copies(model: Any, data: Any) -> Callable[[], Any] | None:
     return lambda: copy.deepcopy(model).build(specs, **copy.deepcopy(options))
 
 
-def _changed_settings(checkpoint: Path, stored: Mapping[str, Any], config: DictConfig | None) -> str:
+def _describe_changes(checkpoint: Path, stored: Mapping[str, Any], config: DictConfig | None) -> str:
     """Return a message with the changed model settings and the overrides of a checkpoint's run."""
-    record = record_in(stored, checkpoint)
+    record = read_record(stored, checkpoint)
     if record is None:
         return ""
-    here = record.config if config is None else plain(config)
-    models = ({"model": settings.get("model", {})} for settings in (record.config, here))
-    changed = "".join(f" {key} was {then} and is {now} now." for key, (then, now) in differences(*models).items())
-    return f"{changed}\nThe run of that checkpoint was given: {' '.join(record.overrides) or 'no overrides'}"
+    current = record.config if config is None else plain(config)
+    models = ({"model": settings.get("model", {})} for settings in (record.config, current))
+    changed = "".join(f" {key} was {old} and is {now} now." for key, (old, now) in differences(*models).items())
+    return f"{changed}\nThe overrides of the checkpoint's run: {' '.join(record.overrides) or 'no overrides'}"
 
 
-def _check(config: Mapping[str, Any], path: str | Path, *, trusted: bool) -> None:
+def _check_trust(config: Mapping[str, Any], path: str | Path, *, trusted: bool) -> None:
     from torchrl_lightning._core.trust import check_config
 
     try:
@@ -362,13 +373,13 @@ def _check(config: Mapping[str, Any], path: str | Path, *, trusted: bool) -> Non
         raise UsageError(f"{error}; {TRUST}.") from error
 
 
-def _replaced(record: Record, given: Iterable[Override]) -> set[str]:
+def _replaced_parts(record: Record, command_overrides: Iterable[Override]) -> set[str]:
     """Return the parts of a run that get another class on the command line."""
     stored = dict(targets_in(record.config))
-    return {part for part, target in targets_of(given) if stored.get(part, target) != target}
+    return {part for part, target in targets_of(command_overrides) if stored.get(part, target) != target}
 
 
-def _found(config: Any, key: str) -> list[Any]:
+def _lookup(config: Any, key: str) -> list[Any]:
     """Return a list with the value of a setting in a config; an empty list if the setting is missing."""
     for part in key.split("."):
         if not isinstance(config, Mapping) or part not in config:
@@ -377,12 +388,12 @@ def _found(config: Any, key: str) -> list[Any]:
     return [config]
 
 
-def _agrees(value: Any, config: Any, key: str) -> bool:
+def _has_value(value: Any, config: Any, key: str) -> bool:
     """Return True if a setting of a config has this value; a mapping needs to match only its own keys."""
-    found = _found(config, key)
-    if found and isinstance(value, Mapping):
-        return all(_agrees(inside, found[0], part) for part, inside in value.items())
-    return value in found or str(value) in map(str, found)
+    values = _lookup(config, key)
+    if values and isinstance(value, Mapping):
+        return all(_has_value(entry, values[0], part) for part, entry in value.items())
+    return value in values or str(value) in map(str, values)
 
 
 def _key(override: Override) -> str:
@@ -397,24 +408,24 @@ def _settings(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
-def _changed(
-    node: DictConfig, kept: Mapping[str, Any], keys: tuple[str, ...] = (), *, interpolated: bool
+def _changed_values(
+    node: DictConfig, stored: Mapping[str, Any], keys: tuple[str, ...] = (), *, interpolated: bool
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the settings that differ from the checkpoint: interpolations if ``interpolated``, else plain values."""
-    for key, value in kept.items():
-        here = (*keys, key)
+    for key, value in stored.items():
+        path = (*keys, key)
         child = node._get_node(key, validate_access=False)
         inner = child if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing() else None
         if inner is not None and isinstance(value, Mapping) and not inner._is_interpolation():
-            yield from _changed(inner, value, here, interpolated=interpolated)
+            yield from _changed_values(inner, value, path, interpolated=interpolated)
             continue
         text = str(OmegaConf.to_container(child) if OmegaConf.is_config(child) else child)
         if ("${" in text) != interpolated:
             continue
         try:
-            lacks = child is None or OmegaConf.is_missing(node, key)
-            if lacks or plain(OmegaConf.create({"value": node[key]}))["value"] != value:
-                yield here, value
+            is_missing = child is None or OmegaConf.is_missing(node, key)
+            if is_missing or plain(OmegaConf.create({"value": node[key]}))["value"] != value:
+                yield path, value
         except OmegaConfBaseException:
             continue  # only a running job has the value, such as the folder
 

@@ -16,8 +16,8 @@ from torchrl_lightning._hydra.paths import CONF_DIR
 from torchrl_lightning.cli.error_messages import UsageError
 
 _GROUPS = ("callbacks", "data", "env", "logger", "model", "paths", "trainer")
-TRUST = "if you trust whoever made it, say trusted=true"
-_FLUSHED = "logger.csv.flush_logs_every_n_steps"  # Lightning divides by it
+TRUST = "if you trust its author, set trusted=true"
+_FLUSH_INTERVAL = "logger.csv.flush_logs_every_n_steps"  # Lightning divides by it
 
 
 def check_config(cfg: DictConfig) -> None:
@@ -31,13 +31,15 @@ def check_config(cfg: DictConfig) -> None:
                 f"Select a group as {group}=NAME, without a plus sign."
             )
         if "_target_" not in node:
-            raise UsageError(f"{group} names no class (_target_); select one as {group}=NAME, --help lists the names.")
-    for name, least in (("seed", 0), ("torch_threads", 1), ("eval_episodes", 1), (_FLUSHED, 1)):
+            raise UsageError(
+                f"{group} must have a class (_target_); select one with {group}=NAME, --help lists the names."
+            )
+    for name, minimum in (("seed", 0), ("torch_threads", 1), ("eval_episodes", 1), (_FLUSH_INTERVAL, 1)):
         value = OmegaConf.select(cfg, name, default=1)
         if not isinstance(value, int):
             raise UsageError(f"{name}={value!s}: expected a whole number.")
-        if value < least:
-            raise UsageError(f"{name}={value}: expected a whole number of at least {least}.")
+        if value < minimum:
+            raise UsageError(f"{name}={value}: expected a whole number of at least {minimum}.")
     if not isinstance(cfg.get("freeze_statistics", False), bool):
         raise UsageError(f"freeze_statistics={cfg.freeze_statistics!s}: expected true or false.")
     try:
@@ -45,12 +47,12 @@ def check_config(cfg: DictConfig) -> None:
     except OmegaConfBaseException as error:
         raise UsageError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
     if missing:
-        raise UsageError(f"the config has no value for {', '.join(missing)}; give each one, as {missing[0]}=VALUE.")
+        raise UsageError(f"the config has no value for {', '.join(missing)}; set each one, such as {missing[0]}=VALUE.")
     network = cfg.model.get("network")
     if isinstance(network, str):
-        known = [path.stem for path in CONF_DIR.glob("model/network/*.yaml")]
-        chosen = f"{network}." if network in known else f"NAME{did_you_mean(network, known)}"
-        raise UsageError(f"model.network is {network!r}, expected a config; select it as model/network={chosen}")
+        networks = [path.stem for path in CONF_DIR.glob("model/network/*.yaml")]
+        suggestion = f"{network}." if network in networks else f"NAME{did_you_mean(network, networks)}"
+        raise UsageError(f"model.network is {network!r}, expected a config; select it as model/network={suggestion}")
     if cfg.eval_checkpoint not in ("best", "last"):
         raise UsageError(f"eval_checkpoint is {cfg.eval_checkpoint!r}; expected 'best' or 'last'.")
     # Settings that end a run; Lightning reads -1 as never.
@@ -59,7 +61,7 @@ def check_config(cfg: DictConfig) -> None:
         end = "trainer.max_epochs=N (or max_steps, max_time)"
         if cfg.data.get("frames_per_update") != 0:
             end = "data.total_frames=N (or trainer.max_epochs, max_time)"
-        raise UsageError(f"nothing would end this run; give {end}.")
+        raise UsageError(f"the run would never end; set {end}.")
 
 
 def check_command(cfg: DictConfig) -> None:
@@ -74,22 +76,27 @@ def check_command(cfg: DictConfig) -> None:
     keys = {override.lstrip("+~").partition("=")[0] for override in overrides}
     experiment = choices.get("experiment")
     for override in overrides:
-        added = re.match(rf"\+({'|'.join(_GROUPS)})=(.*)", override)
-        if added is not None:
+        group_override = re.match(rf"\+({'|'.join(_GROUPS)})=(.*)", override)
+        if group_override is not None:
             # Hydra would merge it over the group's first choice and over the experiment's settings.
-            raise UsageError(f"{override} would add to what is there; select a group as {added[1]}={added[2]}.")
-        own = re.match(r"\+(\w+)=", override)
-        if own is not None and f"${{{own[1]}" not in OmegaConf.to_yaml(cfg):
-            others = [str(name) for name in cfg if name != own[1]]
-            raise UsageError(f"{override}: nothing reads a setting {own[1]}{did_you_mean(own[1], others)}")
+            raise UsageError(
+                f"{override} would be merged into the selected option; select another one with "
+                f"{group_override[1]}={group_override[2]}."
+            )
+        added_setting = re.match(r"\+(\w+)=", override)
+        if added_setting is not None and f"${{{added_setting[1]}" not in OmegaConf.to_yaml(cfg):
+            others = [str(name) for name in cfg if name != added_setting[1]]
+            raise UsageError(
+                f"{override}: no config reads the setting {added_setting[1]}{did_you_mean(added_setting[1], others)}"
+            )
     strategy = str(cfg.trainer.get("strategy", "auto")) if isinstance(cfg.get("trainer"), DictConfig) else "auto"
     if hydra.mode == RunMode.MULTIRUN and strategy.startswith("ddp") and not re.search("spawn|fork", strategy):
         raise UsageError(
-            f"--multirun with trainer.strategy={strategy} would start the whole sweep again in each process; "
-            "take trainer.strategy=ddp_spawn, or one run at a time."
+            f"--multirun with trainer.strategy={strategy} would start the sweep again in each process; "
+            "use trainer.strategy=ddp_spawn, or one run at a time."
         )
     if experiment and keys & {"data", "model"} and "experiment" not in keys:
-        print(f"note: experiment={experiment} is composed in as well; '~experiment' leaves it out.", file=sys.stderr)
+        print(f"note: experiment={experiment} is also selected; '~experiment' removes it.", file=sys.stderr)
 
 
 def is_trusted(cfg: DictConfig) -> bool:
@@ -107,24 +114,24 @@ def is_trusted(cfg: DictConfig) -> bool:
     return trusted
 
 
-def read_stored(path: str | Path, **options: bool) -> dict[str, Any]:
+def read_checkpoint_file(path: str | Path, **options: bool) -> dict[str, Any]:
     """Read a checkpoint with :func:`read_checkpoint`; raise UsageError if the file is missing or damaged."""
     from torchrl_lightning.deploy.loading import read_checkpoint
 
     if not Path(path).is_file():
-        raise UsageError(f"ckpt_path={path} is not a file; checkpoints lie in RUN/checkpoints/.")
+        raise UsageError(f"ckpt_path={path} is not a file; checkpoints are in RUN/checkpoints/.")
     try:
         return read_checkpoint(path, **options)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
 
-def stored_run(cfg: DictConfig) -> dict[str, Any]:
+def read_resumed_checkpoint(cfg: DictConfig) -> dict[str, Any]:
     """Read the checkpoint to resume; raise UsageError if its config needs ``trusted=true``."""
     from torchrl_lightning.deploy.loading import CONFIG, extract_config
 
     path, trusted = Path(cfg.ckpt_path), is_trusted(cfg)
-    stored = read_stored(path)
+    stored = read_checkpoint_file(path)
     if CONFIG not in stored:  # a run with the user's own Trainer
         return stored
     try:

@@ -24,13 +24,13 @@ except ImportError:  # pragma: no cover  # Windows does not support these locks
     fcntl = None  # type: ignore[assignment]
 
 FOLDER = ".hydra"
-_NAME = Path(FOLDER) / "lock"
+_LOCK_FILE = Path(FOLDER) / "lock"
 SWEEP = Path(FOLDER) / "sweep.lock"
 """Lock file in the folder of a sweep, where each run has its own folder."""
 
 
 @contextmanager
-def locked(folder: Path, name: Path = _NAME) -> Iterator[None]:
+def locked(folder: Path, name: Path = _LOCK_FILE) -> Iterator[None]:
     """Lock a run's folder against other processes.
 
     The system releases this POSIX lock when the process ends, even after ``kill -9`` and on network filesystems.
@@ -42,40 +42,40 @@ def locked(folder: Path, name: Path = _NAME) -> Iterator[None]:
     path = folder / name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        opened = open(path, "r+", opener=_open_own)  # noqa: SIM115
+        lock_file = open(path, "r+", opener=_open_lock)  # noqa: SIM115
     except OSError as error:
         raise UsageError(
-            f"the folder of the run cannot be written to: {error.filename}: {error.strerror}; name another one, as "
+            f"the run folder cannot be written to: {error.filename}: {error.strerror}; set another one with "
             "paths.log_dir=FOLDER or hydra.run.dir=FOLDER."
         ) from error
-    with opened as file:
+    with lock_file as file:
         if fcntl is None:
             yield
             return
-        _take(file, folder)
+        _acquire(file, folder)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         yield
 
 
-def _open_own(path: str, flags: int) -> int:
+def _open_lock(path: str, flags: int) -> int:
     """Open a lock file without following a link: the file will be truncated, and the folder may be untrusted."""
     return os.open(path, flags | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def check_unlocked(folder: Path) -> None:
     """Raise UsageError if another running process is writing to a run's folder."""
-    path = folder / _NAME
+    path = folder / _LOCK_FILE
     if fcntl is None or not path.is_file():
         return
     with path.open("r+") as file:
-        _take(file, folder)
+        _acquire(file, folder)
 
 
 def has_lock(folder: Path) -> bool:
     """Return True if a training run has started in a folder."""
-    return (folder / _NAME).is_file()
+    return (folder / _LOCK_FILE).is_file()
 
 
 def is_abandoned(folder: Path) -> bool:
@@ -93,13 +93,13 @@ def is_follower() -> bool:
     return any(os.environ.get(name, "0") not in ("", "0") for name in ranks)
 
 
-def _take(file: TextIO, folder: Path) -> None:
+def _acquire(file: TextIO, folder: Path) -> None:
     """Acquire the lock; closing the file releases it."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         holder = Path(file.name).read_text() or "another process"
-        raise UsageError(f"{folder} is being written by {holder}; wait until that has ended.") from error
+        raise UsageError(f"{folder} is being written by {holder}; wait until it has ended.") from error
 
 
 class RunRecord:
@@ -135,7 +135,7 @@ class RunRecord:
             temporary.replace(path)
 
 
-def recorded(task: Callable[[Any], float]) -> Callable[[Any], float]:
+def with_run_record(task: Callable[[Any], float]) -> Callable[[Any], float]:
     """Wrap a task so that it first writes its record, unless its folder belongs to a training run."""
 
     @wraps(task)

@@ -10,11 +10,11 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from torchrl_lightning.cli.error_messages import one_line
+from torchrl_lightning.cli.error_messages import exit_with_one_line
 from torchrl_lightning.cli.run_folder.folder import SWEEP, is_abandoned, is_follower, locked
 
 _log = logging.getLogger(__name__)
-_held = ExitStack()  # a module attribute, because launchers pickle the callback
+_locks = ExitStack()  # a module attribute, because launchers pickle the callback
 
 
 class SweepFolder(Callback):
@@ -26,12 +26,12 @@ class SweepFolder(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Lock the folder; exit if another process holds the lock, because Hydra catches all errors but SystemExit."""
         if "study_name" not in config.hydra.sweeper and not is_follower():
-            with one_line():
-                _held.enter_context(locked(Path(config.hydra.sweep.dir), SWEEP))
+            with exit_with_one_line():
+                _locks.enter_context(locked(Path(config.hydra.sweep.dir), SWEEP))
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Unlock the folder."""
-        _held.close()
+        _locks.close()
 
 
 class SearchFolder(Callback):

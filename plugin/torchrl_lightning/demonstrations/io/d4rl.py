@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrl_lightning._core.file_limits import FILE_BYTES
-from torchrl_lightning.demonstrations.io.hdf5 import check_declared, opened
-from torchrl_lightning.demonstrations.io.safetensors_files import of_episode, only_key
+from torchrl_lightning.demonstrations.io.hdf5 import check_declared_size, open_hdf5
+from torchrl_lightning.demonstrations.io.safetensors_files import demonstration_from_arrays, single_observation_key
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.environments.specs import EnvironmentSpecs
 
 Array = NDArray[Any]
-ENDS = ("terminals", "timeouts")
-NEEDED = ("observations", "actions", "rewards")
-OTHERS = (*ENDS, "next_observations")
+END_FLAGS = ("terminals", "timeouts")
+REQUIRED = ("observations", "actions", "rewards")
+OPTIONAL = (*END_FLAGS, "next_observations")
 
 
 def d4rl_demonstrations(
@@ -41,57 +41,57 @@ def d4rl_demonstrations(
         ImportError: h5py is not installed.
         ValueError: The file is damaged, lacks an entry, marks no episode end, or exceeds ``limit``.
     """
-    key = only_key(specs, "a D4RL file holds", "take an environment that shows one")
-    with opened(path) as file:
-        arrays = _arrays(file, path, limit)
-    terminals, timeouts = _ends(arrays, path, time_limit)
-    following, count = arrays.get("next_observations"), len(terminals)
+    key = single_observation_key(specs, "a D4RL file", "choose an environment with one observation array")
+    with open_hdf5(path) as file:
+        arrays = _read_arrays(file, path, limit)
+    terminals, timeouts = _end_masks(arrays, path, time_limit)
+    next_observations, count = arrays.get("next_observations"), len(terminals)
     last = np.flatnonzero(terminals | timeouts)
     for number, (begin, end) in enumerate(zip([0, *last + 1], [*last, count - 1], strict=True)):
         terminal, timeout = bool(terminals[end : end + 1].any()), bool(timeouts[end : end + 1].any())
-        is_whole = following is not None or (terminal and not timeout)
-        steps = slice(begin, end + is_whole)
+        keeps_last_step = next_observations is not None or (terminal and not timeout)
+        steps = slice(begin, end + keeps_last_step)
         if steps.stop <= steps.start:
             continue
-        seen = arrays["observations"][begin : end + 1]
-        if following is not None:
-            seen = np.concatenate((seen, following[end : end + 1]))
-        yield of_episode(
+        observations = arrays["observations"][begin : end + 1]
+        if next_observations is not None:
+            observations = np.concatenate((observations, next_observations[end : end + 1]))
+        yield demonstration_from_arrays(
             specs,
-            {key: seen},
+            {key: observations},
             arrays["actions"][steps],
             arrays["rewards"][steps],
-            last_known=following is not None or not is_whole,
+            last_known=next_observations is not None or not keeps_last_step,
             name=f"{path}, episode {number}",
-            terminated=terminal and is_whole,
+            terminated=terminal and keeps_last_step,
             truncated=timeout or not terminal,
         )
 
 
-def _arrays(file: Any, path: Path, limit: int) -> dict[str, Array]:
+def _read_arrays(file: Any, path: Path, limit: int) -> dict[str, Array]:
     """Read the entries of a file, ``[T, ...]`` each."""
     from h5py import Dataset
 
-    found = {name: file[name] for name in (*NEEDED, *OTHERS) if name in file}
-    if missing := [name for name in NEEDED if name not in found]:
-        raise ValueError(f"{path} was refused: it lacks {' and '.join(missing)}, which D4RL's files have.")
+    datasets = {name: file[name] for name in (*REQUIRED, *OPTIONAL) if name in file}
+    if missing := [name for name in REQUIRED if name not in datasets]:
+        raise ValueError(f"{path} was refused: a D4RL file must contain {' and '.join(missing)}.")
     # A group has neither shape nor dtype, and an empty data set no shape.
-    shapes = {name: entry.shape or () if isinstance(entry, Dataset) else () for name, entry in found.items()}
-    for name, entry in found.items():
+    shapes = {name: entry.shape or () if isinstance(entry, Dataset) else () for name, entry in datasets.items()}
+    for name, entry in datasets.items():
         if not shapes[name] or shapes[name][:1] != shapes["rewards"][:1] or entry.dtype.kind not in "biuf":
-            raise ValueError(f"{path} was refused: {name!r} in it is no array of numbers with a row for each reward.")
-    check_declared(found.values(), path, limit)
-    return {name: entry[()] for name, entry in found.items()}
+            raise ValueError(f"{path} was refused: {name!r} must be a numeric array with a row for each reward.")
+    check_declared_size(datasets.values(), path, limit)
+    return {name: entry[()] for name, entry in datasets.items()}
 
 
-def _ends(arrays: Mapping[str, Array], path: Path, time_limit: int | None) -> tuple[Array, Array]:
+def _end_masks(arrays: Mapping[str, Array], path: Path, time_limit: int | None) -> tuple[Array, Array]:
     """Return two masks ``[T]``: the steps that terminated an episode, and the steps that timed out."""
     count = len(arrays["rewards"])
-    flags = (arrays.get(name, np.zeros(count)).reshape(count, -1) for name in ENDS)
+    flags = (arrays.get(name, np.zeros(count)).reshape(count, -1) for name in END_FLAGS)
     terminals, timeouts = (np.asarray(flag.any(1)) for flag in flags)
     if "timeouts" not in arrays and time_limit is not None:
         begins = np.maximum.accumulate(np.where(np.r_[True, terminals[:-1]], np.arange(count), 0))
         timeouts = ((np.arange(count) - begins + 1) % time_limit == 0) & ~terminals
     if not np.any(terminals | timeouts):
-        raise ValueError(f"{path} was refused: no step in it ends an episode, neither by terminals nor by timeouts.")
+        raise ValueError(f"{path} was refused: neither terminals nor timeouts marks the end of an episode.")
     return terminals, timeouts

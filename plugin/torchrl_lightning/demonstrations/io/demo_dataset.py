@@ -23,8 +23,8 @@ from torchrl_lightning.demonstrations.io.minari import minari_demonstrations, wr
 from torchrl_lightning.demonstrations.io.recording import demonstration_specs
 from torchrl_lightning.demonstrations.io.safetensors_files import SUFFIXES, read_demonstration
 from torchrl_lightning.demonstrations.replay.playback import DemoPlayback
-from torchrl_lightning.demonstrations.task_check import given_recipe, recipe_metadata
-from torchrl_lightning.demonstrations.trajectory import Demonstration, ends_at, newest_frames
+from torchrl_lightning.demonstrations.task_check import known_recipe, recipe_metadata
+from torchrl_lightning.demonstrations.trajectory import Demonstration, end_flags, newest_frames
 from torchrl_lightning.environments.recipe import EnvironmentRecipe
 from torchrl_lightning.environments.specs import EnvironmentSpecs
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage
@@ -35,11 +35,11 @@ Source = ExperienceBuffer | Mapping[str, Any] | str | Path | Iterable[Demonstrat
 """The accepted sources of episodes."""
 
 
-_DEPTH = 16  # maximum nesting of a state
+_MAX_DEPTH = 16  # maximum nesting of a state
 
 
 def buffered_episodes(
-    source: ExperienceBuffer | Mapping[str, Any], specs: EnvironmentSpecs, frame_stack: int, **known: Any
+    source: ExperienceBuffer | Mapping[str, Any], specs: EnvironmentSpecs, frame_stack: int, **fields: Any
 ) -> Iterator[Demonstration]:
     """Read the episodes in a buffer, one environment after another.
 
@@ -50,7 +50,7 @@ def buffered_episodes(
         source: The buffer, or a state that contains buffers. Other processes that share the buffer wait meanwhile.
         specs: The specs of the buffer's environment, without a frame stack.
         frame_stack: The number of images that the environment stacks. Only the newest of each stack is read.
-        known: Other fields of the demonstrations.
+        fields: Other fields of the demonstrations.
 
     Raises:
         DemonstrationFault: The source lacks a buffer, or a buffer lacks ``done`` flags or entries of the environment.
@@ -58,50 +58,55 @@ def buffered_episodes(
     """
     buffers = [source] if isinstance(source, ExperienceBuffer) else list(buffers_in(source))
     if not buffers:
-        raise DemonstrationFault("no replay buffer is there; a run saves its own by data.checkpoint_buffer=inside.")
+        raise DemonstrationFault(
+            "the source contains no replay buffer. Train the run with data.checkpoint_buffer=inside to save it."
+        )
     for buffer in buffers:
         if len(buffer):
             with buffer.undisturbed():
-                yield from _episodes(buffer, specs, frame_stack, known)
+                yield from _ring_episodes(buffer, specs, frame_stack, fields)
 
 
-def _episodes(
-    buffer: ExperienceBuffer, specs: EnvironmentSpecs, frame_stack: int, known: Mapping[str, Any]
+def _ring_episodes(
+    buffer: ExperienceBuffer, specs: EnvironmentSpecs, frame_stack: int, fields: Mapping[str, Any]
 ) -> Iterator[Demonstration]:
     storage, _, writer = buffer.parts
     if (index := writer.index) is None:
-        raise DemonstrationFault("the buffer does not know where episodes end; it needs ('next', 'done').")
+        raise DemonstrationFault("the buffer must have the entry ('next', 'done') to find the ends of episodes.")
     for number, (begin, stop) in enumerate(zip(writer.oldest.tolist(), writer.positions.tolist(), strict=True)):
         env = torch.tensor([number])
         while begin < stop:
             first, last = (int(bound) for bound in index.bounds(env, torch.tensor([begin]), clip=False))
             if first == begin:
                 rows = storage.get(writer.cell(env, torch.arange(begin, last + 1))).cpu()
-                _check_shown(rows, specs, frame_stack)
-                steps, seen = (newest_frames(part, specs) for part in (rows, rows[NEXT][-1:]))
+                _check_observations(rows, specs, frame_stack)
+                steps, last_observation = (newest_frames(part, specs) for part in (rows, rows[NEXT][-1:]))
                 for key in (ACTION, REWARD):
                     steps[key] = rows[key]
                 ended = bool(index.finished(env, torch.tensor([last])))
-                ends = ends_at(rows[NEXT], -1) if ended else {"terminated": False, "truncated": False}
-                yield Demonstration(steps, seen[0], name=f"step {begin} of environment {number}", **ends, **known)
+                ends = end_flags(rows[NEXT], -1) if ended else {"terminated": False, "truncated": False}
+                yield Demonstration(
+                    steps, last_observation[0], name=f"step {begin} of environment {number}", **ends, **fields
+                )
             begin = last + 1
 
 
-def _check_shown(rows: Any, specs: EnvironmentSpecs, frame_stack: int) -> None:
+def _check_observations(rows: Any, specs: EnvironmentSpecs, frame_stack: int) -> None:
     """Raise an error if rows lack an entry, or an observation has neither the spec's shape nor a frame stack's."""
     for key in (*specs.keys, ACTION, REWARD):
         if rows.get(key, None) is None:
-            raise DemonstrationFault(f"the buffer holds no {key!r}, but {sorted(rows.keys())}.")
+            raise DemonstrationFault(f"the buffer must contain the entry {key!r}, got {sorted(rows.keys())}.")
     for key in specs.keys:
-        held, shown = [*rows[key].shape[1:]], [*specs.observation[key].shape]
-        stacks = [[*shown[:dim], size * frame_stack, *shown[dim + 1 :]] for dim, size in enumerate(shown)]
-        if held not in (shown, [frame_stack, *shown], *stacks):
+        stored_shape, env_shape = [*rows[key].shape[1:]], [*specs.observation[key].shape]
+        stacks = [[*env_shape[:dim], size * frame_stack, *env_shape[dim + 1 :]] for dim, size in enumerate(env_shape)]
+        if stored_shape not in (env_shape, [frame_stack, *env_shape], *stacks):
             raise DemonstrationFault(
-                f"the buffer holds {key!r} as {held}, the environment shows {shown}; name the one that filled it."
+                f"{key!r} must have the environment's shape {env_shape}, got {stored_shape} in the buffer. Name the "
+                "environment that filled the buffer."
             )
 
 
-def buffers_in(state: Any, depth: int = _DEPTH) -> Iterator[ExperienceBuffer]:
+def buffers_in(state: Any, depth: int = _MAX_DEPTH) -> Iterator[ExperienceBuffer]:
     """Build the replay buffers of a nested state, with their steps only.
 
     Raises:
@@ -111,7 +116,9 @@ def buffers_in(state: Any, depth: int = _DEPTH) -> Iterator[ExperienceBuffer]:
     storage, writer = (state.get(name) if isinstance(state, Mapping) else None for name in ("storage", "writer"))
     if isinstance(storage, Mapping) and isinstance(writer, Mapping) and "num_envs" in writer:
         if "frames" in storage:
-            raise ValueError("it keeps each frame of a stack once; load it into its buffer, by loads, and give that")
+            raise ValueError(
+                "it stores each frame of a stack once. Load it into its buffer with loads(), and pass the buffer"
+            )
         buffer = ExperienceBuffer(storage=RingStorage(storage["max_size"]), num_envs=writer["num_envs"])
         buffer.storage.load_state_dict(storage)
         buffer.writer.load_state_dict(writer)
@@ -139,10 +146,10 @@ def read_dataset(dataset: Any, env: Any, *, limit: int | None = None) -> list[De
         >>> read_dataset("nowhere", "CartPole-v1")
         Traceback (most recent call last):
             ...
-        torchrl_lightning.demonstrations._faults.DemonstrationFault: dataset=nowhere: nowhere does not exist; \
-name a directory that holds demonstrations, or a .npz, .safetensors or .hdf5 file.
+        torchrl_lightning.demonstrations._faults.DemonstrationFault: dataset=nowhere: nowhere does not exist. \
+Name a directory of demonstrations, or a .npz, .safetensors or .hdf5 file.
     """
-    path, recipe = dataset_path(dataset), given_recipe(env)
+    path, recipe = dataset_path(dataset), known_recipe(env)
     specs, frame_skip = demonstration_specs(env)
     options: dict[str, Any] = {} if limit is None else {"limit": integer(limit, "limit")}
     try:
@@ -150,19 +157,19 @@ name a directory that holds demonstrations, or a .npz, .safetensors or .hdf5 fil
             if path.is_dir() or path.suffix not in (*SUFFIXES, D4RL):
                 return list(DemonstrationDirectory(path, specs, frame_skip, recipe=recipe, **options).initial)
             if path.suffix == D4RL:
-                found = list(d4rl_demonstrations(path, specs, _time_limit(recipe), **options))
+                demonstrations = list(d4rl_demonstrations(path, specs, _time_limit(recipe), **options))
             else:
-                found = [read_demonstration(path, specs, **options)]
+                demonstrations = [read_demonstration(path, specs, **options)]
         else:
-            given = dataset.removeprefix(MINARI) if isinstance(dataset, str) else dataset
-            found = list(minari_demonstrations(given, specs, **options))
-        for demonstration in found:
+            minari_source = dataset.removeprefix(MINARI) if isinstance(dataset, str) else dataset
+            demonstrations = list(minari_demonstrations(minari_source, specs, **options))
+        for demonstration in demonstrations:
             demonstration.fits(specs, frame_skip, recipe)
     except (ImportError, OSError, TypeError, ValueError) as error:
         raise DemonstrationFault(f"dataset={dataset}: {error}") from error
-    if not found:
-        raise DemonstrationFault(f"dataset={dataset} holds no episodes.")
-    return found
+    if not demonstrations:
+        raise DemonstrationFault(f"dataset={dataset} contains no episodes.")
+    return demonstrations
 
 
 def dataset_path(dataset: Any) -> Path | None:
@@ -176,7 +183,7 @@ def dataset_path(dataset: Any) -> Path | None:
     path = Path(dataset)
     if not path.exists():
         raise DemonstrationFault(
-            f"dataset={dataset}: {path} does not exist; name a directory that holds demonstrations, or a "
+            f"dataset={dataset}: {path} does not exist. Name a directory of demonstrations, or a "
             f"{', '.join(SUFFIXES)} or {D4RL} file."
         )
     return path
@@ -211,28 +218,28 @@ def write_dataset(dataset: str, source: Source, env: Any) -> None:
         >>> write_dataset("cartpole", [], "CartPole-v1")
         Traceback (most recent call last):
             ...
-        torchrl_lightning.demonstrations._faults.DemonstrationFault: dataset=cartpole: expected minari:ID, such as \
-minari:cartpole/own-v0.
+        torchrl_lightning.demonstrations._faults.DemonstrationFault: dataset=cartpole: the name must be minari:ID, \
+such as minari:cartpole/own-v0.
     """
-    recipe = given_recipe(env)
+    recipe = known_recipe(env)
     specs, frame_skip = demonstration_specs(env)
 
-    def fitting() -> Iterator[Demonstration]:
-        given: Any = source
+    def checked_demonstrations() -> Iterator[Demonstration]:
+        episodes: Any = source
         if isinstance(source, str | Path):
             is_saved = (Path(source) / MANIFEST).is_file()
-            given = read_state(Path(source)) if is_saved else read_dataset(source, env)
-        if isinstance(given, ExperienceBuffer | Mapping):
+            episodes = read_state(Path(source)) if is_saved else read_dataset(source, env)
+        if isinstance(episodes, ExperienceBuffer | Mapping):
             stack, metadata = 1 if recipe is None else recipe.frame_stack, recipe_metadata(recipe)
-            given = buffered_episodes(given, specs, stack, frame_skip=frame_skip, metadata=metadata)
-        for demonstration in given:
+            episodes = buffered_episodes(episodes, specs, stack, frame_skip=frame_skip, metadata=metadata)
+        for demonstration in episodes:
             demonstration.fits(specs, frame_skip, recipe)
             yield demonstration
 
     try:
         if not dataset.startswith(MINARI):
-            raise ValueError(f"expected {MINARI}ID, such as {MINARI}cartpole/own-v0.")
-        write_minari(dataset.removeprefix(MINARI), fitting(), specs, recipe)
+            raise ValueError(f"the name must be {MINARI}ID, such as {MINARI}cartpole/own-v0.")
+        write_minari(dataset.removeprefix(MINARI), checked_demonstrations(), specs, recipe)
     except (ImportError, OSError, TypeError, ValueError) as error:
         raise DemonstrationFault(f"dataset={dataset}: {error}") from error
 
@@ -256,22 +263,22 @@ def transitions(demonstration: Demonstration, specs: EnvironmentSpecs | None = N
         ([4.0, 4.0], [False, True])
     """
     steps, length = demonstration.steps, demonstration.length
-    first, ended, never = torch.zeros(3, length, 1, dtype=torch.bool)
-    first[0] = ended[-1] = True
+    first, is_last, all_false = torch.zeros(3, length, 1, dtype=torch.bool)
+    first[0] = is_last[-1] = True
     terminated, truncated = demonstration.ends
-    following = {
+    next_rows = {
         "reward": steps.get(REWARD),
-        "done": ended,
-        "terminated": ended if terminated else never,
-        "truncated": ended if truncated else never,
-        "is_init": never,
+        "done": is_last,
+        "terminated": is_last if terminated else all_false,
+        "truncated": is_last if truncated else all_false,
+        "is_init": all_false,
     }
-    rows = TensorDict({ACTION: steps.get(ACTION), "is_init": first, "next": following}, [length])
+    rows = TensorDict({ACTION: steps.get(ACTION), "is_init": first, "next": next_rows}, [length])
     for key in demonstration.observation_keys:
-        shown = steps.get(key)[0] if specs is None else specs.observation[key]
-        frames = shown.shape.numel() // max(1, steps.get(key)[0].numel())
-        seen = torch.from_numpy(DemoPlayback(demonstration, frames, 0).whole(key))
-        rows[key], rows["next", *path_of(key)] = seen[:-1], seen[1:]
+        layout = steps.get(key)[0] if specs is None else specs.observation[key]
+        frames = layout.shape.numel() // max(1, steps.get(key)[0].numel())
+        observations = torch.from_numpy(DemoPlayback(demonstration, frames, 0).all_observations(key))
+        rows[key], rows["next", *path_of(key)] = observations[:-1], observations[1:]
     return rows
 
 
@@ -313,20 +320,20 @@ def placed(
         DemonstrationFault: They have more steps than the buffer has free cells.
     """
     writer = buffer.parts[2]
-    there = writer.positions.tolist()
-    steps, found = list(there), deque[tuple[int, Demonstration]]()
+    positions = writer.positions.tolist()
+    steps, assigned = list(positions), deque[tuple[int, Demonstration]]()
     for demonstration in dataset:
         ring = steps.index(min(steps))
         steps[ring] += demonstration.length
-        found.append((ring, demonstration))
+        assigned.append((ring, demonstration))
     if max(steps) > writer.length:
         rings = f", {writer.length} for each of {writer.num_envs} environments" if writer.num_envs > 1 else ""
-        filled = f", of which {sum(there)} are written" if any(there) else ""
+        filled = f", {sum(positions)} of them written" if any(positions) else ""
         raise DemonstrationFault(
-            f"{name} has {sum(steps) - sum(there)} steps in {len(found)} episodes, but the buffer has "
-            f"max_size={buffer.storage.max_size}{rings}{filled}. Give it a larger one."
+            f"{name} has {sum(steps) - sum(positions)} steps in {len(assigned)} episodes, but the buffer has "
+            f"max_size={buffer.storage.max_size}{rings}{filled}. Increase max_size."
         )
-    return found
+    return assigned
 
 
 def write_episode(buffer: ExperienceBuffer, ring: int, rows: TensorDict) -> None:

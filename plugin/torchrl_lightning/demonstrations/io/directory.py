@@ -22,7 +22,7 @@ from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.environments.recipe import EnvironmentRecipe
 from torchrl_lightning.environments.specs import EnvironmentSpecs
 
-_SAVED = ".saved.json"  # the names of the files that this class saved
+_SAVED_NAMES = ".saved.json"  # the names of the files that this class saved
 _logger = logging.getLogger(__name__)
 _Stamp = tuple[int, int, int]
 
@@ -81,26 +81,26 @@ class DemonstrationDirectory:
         self.frame_skip, self.limit = integer(frame_skip, "frame_skip"), integer(limit, "limit")
         optional(integer)(most, "most")
         if not may_be_empty and not self.path.is_dir():
-            raise FileNotFoundError(f"{self.path} is no directory; name one that holds demonstrations.")
-        self._known = set(taken)  # files that were read or saved
-        self._first = ""  # the error of the first unusable file
-        self._refused: dict[str, tuple[_Stamp, bool]] = {}  # file stamp, and whether a warning was logged
-        self.initial: tuple[Demonstration, ...] = tuple(self._read(at_start=True))
+            raise FileNotFoundError(f"{self.path} is not a directory. Name a directory of demonstrations.")
+        self._seen_names = set(taken)  # files that were read or saved
+        self._first_error = ""  # the error of the first unusable file
+        self._rejected: dict[str, tuple[_Stamp, bool]] = {}  # file stamp, and whether a warning was logged
+        self.initial: tuple[Demonstration, ...] = tuple(self._read_new(at_start=True))
         if not self.initial and not may_be_empty:
             raise ValueError(
-                f"{self.path} holds no demonstration that can be used ({len(self._refused)} refused); it needs a "
-                f"{' or '.join(SUFFIXES)} file that was recorded in this environment.{self._first}"
+                f"{self.path} contains no usable demonstration ({len(self._rejected)} refused). Add a "
+                f"{' or '.join(SUFFIXES)} file that was recorded in this environment.{self._first_error}"
             )
         if most is not None and len(self.initial) > most:
             raise ValueError(
-                f"{self.path} holds {len(self.initial)} demonstrations, more than the capacity of {most}; take some "
-                "away, or enlarge the capacity."
+                f"{self.path} must have at most {most} demonstrations (the capacity), got {len(self.initial)}. Remove "
+                "some, or raise the capacity."
             )
 
     @property
     def taken(self) -> frozenset[str]:
         """The names of the files that were read or saved."""
-        return frozenset(self._known)
+        return frozenset(self._seen_names)
 
     def poll(self) -> list[Demonstration]:
         """Return the demonstrations that are new since the last call.
@@ -108,40 +108,40 @@ class DemonstrationDirectory:
         An unreadable file is read again at each poll after a change. The warning is logged at the first poll without a
         change, so that a file that is still being written does not cause one.
         """
-        return self._read(at_start=False)
+        return self._read_new(at_start=False)
 
-    def _read(self, at_start: bool) -> list[Demonstration]:
-        found, left = [], self.limit
+    def _read_new(self, at_start: bool) -> list[Demonstration]:
+        demonstrations, remaining_bytes = [], self.limit
         for path in sorted(self.path.iterdir()) if self.path.is_dir() else ():
-            if path.suffix not in SUFFIXES or path.name.startswith(".") or path.name in self._known:
+            if path.suffix not in SUFFIXES or path.name.startswith(".") or path.name in self._seen_names:
                 continue
             try:
-                there = path.stat()
-                stamp = (there.st_ino, there.st_size, there.st_mtime_ns)
+                stat = path.stat()
+                stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
             except OSError:  # a deleted file or a broken link
                 continue
-            if not path.is_file() or self._refused.get(path.name) == (stamp, True):
+            if not path.is_file() or self._rejected.get(path.name) == (stamp, True):
                 continue
             try:
-                demonstration = self._load(path, left)
+                demonstration = self._load(path, remaining_bytes)
             except (OSError, ValueError, TypeError) as error:
-                self._first = self._first or f" The first: {error}"
-                is_settled = at_start or self._refused.get(path.name) == (stamp, False)
+                self._first_error = self._first_error or f" The first error: {error}"
+                is_settled = at_start or self._rejected.get(path.name) == (stamp, False)
                 if is_settled:
-                    _logger.warning("A demonstration is left out: %s", error)
-                self._refused[path.name] = stamp, is_settled
+                    _logger.warning("Skipped a demonstration: %s", error)
+                self._rejected[path.name] = stamp, is_settled
             else:
-                self._known.add(path.name)
-                found.append(demonstration)
-                left -= _bytes_of(demonstration)
-        return found
+                self._seen_names.add(path.name)
+                demonstrations.append(demonstration)
+                remaining_bytes -= _num_bytes(demonstration)
+        return demonstrations
 
-    def _load(self, path: Path, left: int) -> Demonstration:
+    def _load(self, path: Path, remaining_bytes: int) -> Demonstration:
         if not path.resolve().is_relative_to(self.path.resolve()):
-            raise ValueError(f"{path} was refused: it is a link out of the directory, to {path.resolve()}.")
-        if left < 1:
-            raise ValueError(f"{path} was refused: the files before it have the {self.limit} bytes of the limit.")
-        demonstration = read_demonstration(path, self.specs, limit=min(left, FILE_BYTES))
+            raise ValueError(f"{path} was refused: it is a link to {path.resolve()}, outside the directory.")
+        if remaining_bytes < 1:
+            raise ValueError(f"{path} was refused: the files before it reach the limit of {self.limit} bytes.")
+        demonstration = read_demonstration(path, self.specs, limit=min(remaining_bytes, FILE_BYTES))
         demonstration.fits(self.specs, self.frame_skip, self.recipe)
         return demonstration if self.human is None else replace(demonstration, is_human=self.human)
 
@@ -156,41 +156,45 @@ class DemonstrationDirectory:
             OSError: The directory cannot be written to; the earlier files stay complete.
         """
         files = [f"{name}.safetensors" for name in names]
-        if len(files) != len(demonstrations) or len(set(files)) != len(files) or not all(map(_is_plain, files)):
+        if (
+            len(files) != len(demonstrations)
+            or len(set(files)) != len(files)
+            or not all(map(_is_plain_file_name, files))
+        ):
             raise ValueError(
-                f"names={list(names)} must be {len(demonstrations)} distinct names of files, without folders or a dot "
-                "in front."
+                f"names must be {len(demonstrations)} distinct file names without folders or a leading dot, got "
+                f"{list(names)}."
             )
         self.path.mkdir(parents=True, exist_ok=True)
-        earlier = self._saved()
+        earlier_files = self._saved_names()
         # Write the list of names first, so that after a crash the new files are known as ours.
-        with replaced_files(self.path / _SAVED) as (file,):
-            file.write(json.dumps(sorted({*earlier, *files})).encode())
+        with replaced_files(self.path / _SAVED_NAMES) as (file,):
+            file.write(json.dumps(sorted({*earlier_files, *files})).encode())
         write_demonstrations(
             {self.path / file: demonstration for file, demonstration in zip(files, demonstrations, strict=True)}
         )
-        self._known.update(files)
-        for stale in earlier - set(files):
+        self._seen_names.update(files)
+        for stale in earlier_files - set(files):
             (self.path / stale).unlink(missing_ok=True)
-            self._known.discard(stale)
+            self._seen_names.discard(stale)
 
-    def _saved(self) -> set[str]:
+    def _saved_names(self) -> set[str]:
         """Return the names of the existing files of earlier saves."""
         try:
-            names = read_json(self.path / _SAVED, MANIFEST_BYTES, MANIFEST_VALUES)
+            names = read_json(self.path / _SAVED_NAMES, MANIFEST_BYTES, MANIFEST_VALUES)
         except (OSError, ValueError):
             return set()
         # These files will be removed, so do not trust a list that another program may have written.
-        plain = {name for name in names if _is_plain(name)} if isinstance(names, list) else set()
-        return {name for name in plain if (self.path / name).is_file()}
+        plain_names = {name for name in names if _is_plain_file_name(name)} if isinstance(names, list) else set()
+        return {name for name in plain_names if (self.path / name).is_file()}
 
 
-def _bytes_of(demonstration: Demonstration) -> int:
+def _num_bytes(demonstration: Demonstration) -> int:
     parts = (demonstration.steps, demonstration.last_observation)
     return sum(leaf.nbytes for part in parts if part is not None for _, leaf in keyed_leaves(part))
 
 
-def _is_plain(name: object) -> bool:
+def _is_plain_file_name(name: object) -> bool:
     return (
         isinstance(name, str)
         and name.endswith(".safetensors")

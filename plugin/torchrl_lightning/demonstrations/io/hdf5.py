@@ -13,7 +13,7 @@ from torchrl_lightning._core.untrusted import check_regular
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Any]:
+def open_hdf5(path: Path) -> Iterator[Any]:
     """Open an HDF5 file for reading.
 
     Raises:
@@ -25,9 +25,9 @@ def opened(path: Path) -> Iterator[Any]:
     except ImportError as error:
         raise ImportError("HDF5 files need h5py: pip install 'torchrl-lightning[d4rl]'.") from error
 
-    def led_away(name: bytes, link: Any) -> str | None:
-        part = file[name] if link.type == h5py.h5l.TYPE_HARD else None
-        if part is None or (isinstance(part, h5py.Dataset) and (part.is_virtual or part.external)):
+    def external_name(name: bytes, link: Any) -> str | None:
+        entry = file[name] if link.type == h5py.h5l.TYPE_HARD else None
+        if entry is None or (isinstance(entry, h5py.Dataset) and (entry.is_virtual or entry.external)):
             return name.decode(errors="replace")  # a result ends the visit
         return None
 
@@ -35,14 +35,14 @@ def opened(path: Path) -> Iterator[Any]:
     try:
         file = h5py.File(path, "r")
     except OSError as error:
-        raise ValueError(f"{path} was refused: it is no whole HDF5 file: {str(error).rstrip('.')}.") from error
+        raise ValueError(f"{path} was refused: it is not a complete HDF5 file: {str(error).rstrip('.')}.") from error
     with file:
-        if (name := file.id.links.visit(led_away, info=True)) is not None:
-            raise ValueError(f"{path} was refused: {name!r} in it is a link, or kept in another file.")
+        if (name := file.id.links.visit(external_name, info=True)) is not None:
+            raise ValueError(f"{path} was refused: its entry {name!r} is a link, or stored in another file.")
         yield file
 
 
-def check_declared(entries: Iterable[Any], path: Path, limit: int) -> int:
+def check_declared_size(entries: Iterable[Any], path: Path, limit: int) -> int:
     """Validate the declared bytes of data sets in a file before unpacking; return their sum.
 
     The declared shape counts, even if the file stores less. At least one chunk counts, because h5py unpacks it whole.
@@ -50,12 +50,12 @@ def check_declared(entries: Iterable[Any], path: Path, limit: int) -> int:
     Raises:
         ValueError: The data sets exceed the limit or the free memory.
     """
-    size = 0
+    total = 0
     for entry in entries:
-        item = max(1, entry.dtype.itemsize)
-        chunk = 0 if entry.chunks is None else math.prod(map(int, entry.chunks)) * item
-        size += max(math.prod(map(int, entry.shape or ())) * item, chunk)
-    if size > limit:
-        raise ValueError(f"{path} was refused: its arrays have {size} bytes, more than the limit of {limit}.")
-    check_free_memory(size, f"{path}", "free some memory, or take a part of it")
-    return size
+        item_size = max(1, entry.dtype.itemsize)
+        chunk_size = 0 if entry.chunks is None else math.prod(map(int, entry.chunks)) * item_size
+        total += max(math.prod(map(int, entry.shape or ())) * item_size, chunk_size)
+    if total > limit:
+        raise ValueError(f"{path} was refused: its arrays have {total} bytes, more than the limit of {limit}.")
+    check_free_memory(total, f"{path}", "free some memory, or read a part of it")
+    return total

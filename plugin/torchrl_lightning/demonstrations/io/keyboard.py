@@ -15,7 +15,7 @@ import numpy as np
 from torchrl_lightning._core.validators import boolean, integer
 from torchrl_lightning.collectors.vector_stepper import success_of
 from torchrl_lightning.demonstrations.io.recording import Environment, demonstration_specs
-from torchrl_lightning.demonstrations.io.safetensors_files import of_episode
+from torchrl_lightning.demonstrations.io.safetensors_files import demonstration_from_arrays
 from torchrl_lightning.demonstrations.task_check import recipe_metadata
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.environments.actions import ActionFormat
@@ -62,26 +62,37 @@ def play_demonstrations(
         raise ImportError("The keyboard needs pygame: pip install 'torchrl-lightning[video]'.") from error
     specs, frame_skip = demonstration_specs(env)
     recipe = recipe_of(env).with_settings(frame_stack=1)
-    made = recipe(render_mode="rgb_array")
-    if not isinstance(made, gym.Env):
-        raise ValueError("the keyboard plays Gymnasium's environments, but this one is TorchRL's.")
-    form = specs.action_format
-    recorder = _Recorder(made, num_episodes, seed, clip_actions)
+    gym_env = recipe(render_mode="rgb_array")
+    if not isinstance(gym_env, gym.Env):
+        raise ValueError("env must be a Gymnasium environment for the keyboard, got a TorchRL environment.")
+    action_format = specs.action_format
+    recorder = _Recorder(gym_env, num_episodes, seed, clip_actions)
     try:
-        given = None if keys is None else {tuple(held): recorder.action(keys[held], f"keys[{held!r}]") for held in keys}
-        play(recorder, keys_to_action=given, noop=recorder.action(noop, "noop"))
+        keys_to_action = (
+            None
+            if keys is None
+            else {
+                tuple(combination): recorder.action(keys[combination], f"keys[{combination!r}]") for combination in keys
+            }
+        )
+        play(recorder, keys_to_action=keys_to_action, noop=recorder.action(noop, "noop"))
     except MissingKeysToAction as error:
-        raise ValueError("the environment has no keys of its own; say keys={a: 0, d: 1}.") from error
+        raise ValueError("the environment does not define keys. Set them, for example keys={a: 0, d: 1}.") from error
     finally:
-        made.close()
-    for number, (observations, actions, rewards, terminated, truncated, told) in enumerate(recorder.episodes):
-        metadata, seen = {**recipe_metadata(recipe), **told}, {}
-        for path, key, _ in observation_leaves(made.observation_space):
-            leaf = np.array([reduce(getitem, path, each) for each in observations])
-            seen[key] = leaf.reshape(-1, *specs.observation[key].shape)
-        ended, taken = {"terminated": terminated, "truncated": truncated}, form.from_environment(np.array(actions))
-        known: dict[str, Any] = {"is_human": True, "frame_skip": frame_skip, "metadata": metadata, **ended}
-        yield of_episode(specs, seen, taken, rewards, name=f"{metadata['environment']}, episode {number}", **known)
+        gym_env.close()
+    for number, (observations, actions, rewards, terminated, truncated, success) in enumerate(recorder.episodes):
+        metadata, stacked = {**recipe_metadata(recipe), **success}, {}
+        for path, key, _ in observation_leaves(gym_env.observation_space):
+            leaf = np.array([reduce(getitem, path, observation) for observation in observations])
+            stacked[key] = leaf.reshape(-1, *specs.observation[key].shape)
+        end_flags, recorded_actions = (
+            {"terminated": terminated, "truncated": truncated},
+            action_format.from_environment(np.array(actions)),
+        )
+        fields: dict[str, Any] = {"is_human": True, "frame_skip": frame_skip, "metadata": metadata, **end_flags}
+        yield demonstration_from_arrays(
+            specs, stacked, recorded_actions, rewards, name=f"{metadata['environment']}, episode {number}", **fields
+        )
 
 
 class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
@@ -89,8 +100,8 @@ class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: gym.Env[Any, Any], count: int, seed: int | None, clip: bool) -> None:
         super().__init__(env)
-        self._form, self._clip = ActionFormat.of_space(env.action_space), clip
-        if boolean(clip, "clip_actions") and not self._form.is_box:
+        self._action_format, self._clip = ActionFormat.of_space(env.action_space), clip
+        if boolean(clip, "clip_actions") and not self._action_format.is_box:
             raise ValueError(
                 f"clip_actions must be False for actions without a Box, got True for {env.action_space}. Leave it out."
             )
@@ -109,13 +120,15 @@ class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
 
     def action(self, value: Any, name: str) -> Any:
         """Return an action in the environment's format; raise a ValueError if it is not in the action space."""
-        form, space = self._form, self.env.action_space
+        action_format, space = self._action_format, self.env.action_space
         with suppress(TypeError, ValueError, OverflowError):  # the value is not an array of this shape
-            numbers = np.broadcast_to(np.asarray(value), (1, *form.shape))
-            action = form.single(form.to_environment(form.from_environment(numbers), self._clip))
-            if (form.dtype.kind == "f" or np.array_equal(numbers, np.rint(numbers))) and space.contains(action):
+            values = np.broadcast_to(np.asarray(value), (1, *action_format.shape))
+            action = action_format.single(
+                action_format.to_environment(action_format.from_environment(values), self._clip)
+            )
+            if (action_format.dtype.kind == "f" or np.array_equal(values, np.rint(values))) and space.contains(action):
                 return action
-        remedy = "Choose another one, or pass clip_actions=True" if form.is_box else "Choose another one"
+        remedy = "Choose another one, or pass clip_actions=True" if action_format.is_box else "Choose another one"
         raise ValueError(f"{name} must be an action of {space}, got {value!r}. {remedy}.")
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
@@ -126,9 +139,9 @@ class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
         self._observations.append(copy.deepcopy(observation))
         self._rewards.append(float(reward))
         if terminated or truncated:
-            ended, success = (bool(terminated), bool(truncated)), success_of(info)
-            told = {} if success is None else {"success": bool(np.all(success))}
-            self.episodes.append((self._observations, self._actions, self._rewards, *ended, told))
+            end_flags, success = (bool(terminated), bool(truncated)), success_of(info)
+            metadata = {} if success is None else {"success": bool(np.all(success))}
+            self.episodes.append((self._observations, self._actions, self._rewards, *end_flags, metadata))
             if len(self.episodes) == self._count:
                 import pygame
 

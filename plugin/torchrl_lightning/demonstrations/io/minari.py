@@ -19,8 +19,8 @@ from torchrl_lightning._core.files import temporary_sibling
 from torchrl_lightning._core.suggestions import did_you_mean
 from torchrl_lightning._core.tree import path_of
 from torchrl_lightning._core.untrusted import printable, read_json
-from torchrl_lightning.demonstrations.io.hdf5 import check_declared, opened
-from torchrl_lightning.demonstrations.io.safetensors_files import of_episode
+from torchrl_lightning.demonstrations.io.hdf5 import check_declared_size, open_hdf5
+from torchrl_lightning.demonstrations.io.safetensors_files import demonstration_from_arrays
 from torchrl_lightning.demonstrations.replay.playback import DemoPlayback
 from torchrl_lightning.demonstrations.task_check import recipe_metadata
 from torchrl_lightning.demonstrations.trajectory import Demonstration
@@ -34,9 +34,9 @@ from torchrl_lightning.environments.specs import (
     spec_to_space,
 )
 
-_METADATA, _DATA = "metadata.json", "main_data.hdf5"
-_TOLD = ("environment", "recipe")  # additional metadata of our own data sets
-_BARE = {"id", "env_kwargs", "time_limit", "vectorization", "step_timeout", "demonstrations_of"}
+_METADATA_FILE, _DATA_FILE = "metadata.json", "main_data.hdf5"
+_EXTRA_METADATA = ("environment", "recipe")  # additional metadata of our own data sets
+_SPEC_SETTINGS = {"id", "env_kwargs", "time_limit", "vectorization", "step_timeout", "demonstrations_of"}
 
 
 def minari_demonstrations(
@@ -64,34 +64,35 @@ def minari_demonstrations(
         >>> for demonstration in minari_demonstrations("D4RL/door/human-v2"):  # doctest: +SKIP
         ...     print(demonstration.name, demonstration.total_reward)
     """
-    minari = _imported()
+    minari = _import_minari()
     if isinstance(dataset, str):
-        dataset = _on_this_machine(minari, dataset)
+        dataset = _load_local(minari, dataset)
     if not isinstance(dataset, minari.MinariDataset):
         raise TypeError(f"dataset must be a minari.MinariDataset or the id of one, got a {type(dataset).__name__}.")
     _check_files(Path(dataset.spec.data_path), dataset, limit)
     return _episodes(dataset, specs)
 
 
-def _on_this_machine(minari: Any, name: str) -> Any:
+def _load_local(minari: Any, name: str) -> Any:
     """Return the local data set of an id; raise FileNotFoundError with similar ids if it does not exist."""
     from minari.storage.datasets_root_dir import get_dataset_path
 
     folder = get_dataset_path(name) / "data"
     if not folder.exists():
-        known = did_you_mean(name, _names_below(get_dataset_path()))
+        suggestion = did_you_mean(name, _dataset_ids(get_dataset_path()))
         raise FileNotFoundError(
-            f"there is no Minari data set {name!r} on this machine{known} Download it with: minari download {name}"
+            f"the Minari data set {name!r} does not exist on this machine{suggestion} Download it with: "
+            f"minari download {name}"
         )
     _check_metadata(folder)
     try:
         return minari.load_dataset(name)
     except Exception as error:  # Minari and Gymnasium can raise any exception for invalid metadata
-        kind = type(error).__name__
-        raise ValueError(f"{folder} holds no whole Minari data set: {kind}: {printable(error)}.") from error
+        error_type = type(error).__name__
+        raise ValueError(f"{folder} is not a complete Minari data set: {error_type}: {printable(error)}.") from error
 
 
-def _names_below(root: Path) -> list[str]:
+def _dataset_ids(root: Path) -> list[str]:
     """Return the ids of the local data sets, without reading their files."""
     folders = (*root.glob("*/data"), *root.glob("*/*/data"))
     return [folder.parent.relative_to(root).as_posix() for folder in folders]
@@ -102,32 +103,33 @@ def _check_metadata(folder: Path) -> None:
 
     Minari would build the named environment if a space is missing, and an index of the declared number of episodes.
     """
-    path = folder / _METADATA
+    path = folder / _METADATA_FILE
     metadata = read_json(path, MINARI_BYTES, MINARI_VALUES)
     if not isinstance(metadata, dict):
-        raise ValueError(f"{path} must hold a JSON object, got a {type(metadata).__name__}.")
+        raise ValueError(f"{path} must contain a JSON object, got a {type(metadata).__name__}.")
     for name in ("observation_space", "action_space"):
         if not isinstance(metadata.get(name), str):
             raise ValueError(
-                f"{path} must hold {name} as a text, got {printable(metadata.get(name))}. If you trust whoever made "
-                "the data set, load it by minari.load_dataset and give the object."
+                f"{path} must contain {name} as a string, got {printable(metadata.get(name))}. If you trust the "
+                "author of the data set, load it with minari.load_dataset() and pass the object."
             )
     if metadata.get("data_format") != "hdf5":
         raise ValueError(
-            f"{path} must have data_format 'hdf5', got {printable(metadata.get('data_format'))}. Load the data set by "
-            "minari.load_dataset and give the object."
+            f"{path} must have data_format 'hdf5', got {printable(metadata.get('data_format'))}. Load the data set "
+            "with minari.load_dataset() and pass the object."
         )
-    count = metadata.get("total_episodes")
-    with opened(folder / _DATA) as file:
-        stored = len(file)
-    if type(count) is not int or not 0 <= count <= stored:
+    num_episodes = metadata.get("total_episodes")
+    with open_hdf5(folder / _DATA_FILE) as file:
+        num_stored = len(file)
+    if type(num_episodes) is not int or not 0 <= num_episodes <= num_stored:
         raise ValueError(
-            f"{path} must have total_episodes between 0 and {stored}, which {_DATA} holds, got {printable(count)}. "
+            f"{path} must have total_episodes between 0 and {num_stored}, the number in {_DATA_FILE}, got "
+            f"{printable(num_episodes)}. "
             "Download the data set again."
         )
 
 
-def _imported() -> Any:
+def _import_minari() -> Any:
     try:
         import minari
     except ImportError as error:
@@ -140,11 +142,11 @@ def _check_files(folder: Path, dataset: Any, limit: int) -> None:
     names = {f"episode_{number}" for number in dataset.episode_indices}
     for path in folder.rglob("*"):
         if path.is_symlink():
-            raise ValueError(f"{path} is a link; a data set holds its own files.")
+            raise ValueError(f"{path} is a link. The folder of a data set must contain all its files.")
         if path.suffix == ".hdf5":
-            with opened(path) as file:
+            with open_hdf5(path) as file:
                 entries = [entry for name in sorted(names & set(file)) for entry in _datasets(file[name])]
-                size = check_declared(entries, path, limit)
+                size = check_declared_size(entries, path, limit)
                 _check_images(entries, path, limit - size)
 
 
@@ -159,44 +161,46 @@ def _datasets(group: Any) -> list[Any]:
 
 def _check_images(entries: Iterable[Any], path: Path, limit: int) -> None:
     """Validate the size of compressed images, estimated from the first image of each episode."""
-    left = limit
+    remaining = limit
     for entry in entries:
         if entry.dtype.kind != "O" or not entry.shape or not entry.shape[0] or "observations" not in entry.name:
             continue
-        first = entry[0]
-        if not isinstance(first, np.ndarray) or first.dtype != np.uint8:
+        image_bytes = entry[0]
+        if not isinstance(image_bytes, np.ndarray) or image_bytes.dtype != np.uint8:
             continue  # a string
         from PIL import Image
 
-        with Image.open(io.BytesIO(first.tobytes())) as image:
-            left -= entry.shape[0] * image.size[0] * image.size[1] * len(image.getbands())
-        if left < 0:
+        with Image.open(io.BytesIO(image_bytes.tobytes())) as image:
+            remaining -= entry.shape[0] * image.size[0] * image.size[1] * len(image.getbands())
+        if remaining < 0:
             raise ValueError(f"{path} was refused: its images have more bytes than the limit of {limit}.")
 
 
 def _episodes(dataset: Any, specs: EnvironmentSpecs | None) -> Iterator[Demonstration]:
     spec, metadata = dataset.spec, dataset.storage.metadata
-    known = {} if spec.env_spec is None else {"environment": spec.env_spec.id}
-    known |= {name: metadata[name] for name in _TOLD if name in metadata}
-    shown, form = None if specs is None else set(specs.keys), ActionFormat.of_space(spec.action_space)
+    known_metadata = {} if spec.env_spec is None else {"environment": spec.env_spec.id}
+    known_metadata |= {name: metadata[name] for name in _EXTRA_METADATA if name in metadata}
+    keys, action_format = None if specs is None else set(specs.keys), ActionFormat.of_space(spec.action_space)
     leaves = [
         (path, key, space_to_spec(space, str(key)).shape)
         for path, key, space in observation_leaves(spec.observation_space)
-        if shown is None or key in shown
+        if keys is None or key in keys
     ]
     for episode in dataset.iterate_episodes():
-        seen = {
+        observations = {
             key: np.array(reduce(getitem, path, episode.observations)).reshape(-1, *shape)
             for path, key, shape in leaves
         }
-        ended = {"terminated": bool(np.any(episode.terminations)), "truncated": bool(np.any(episode.truncations))}
+        end_flags = {"terminated": bool(np.any(episode.terminations)), "truncated": bool(np.any(episode.truncations))}
         fields = {
             "frame_skip": metadata.get("frame_skip", 1),
             "name": f"{spec.dataset_id}, episode {episode.id}",
-            "metadata": known,
-            **ended,
+            "metadata": known_metadata,
+            **end_flags,
         }
-        yield of_episode(specs, seen, form.from_environment(np.array(episode.actions)), episode.rewards, **fields)
+        yield demonstration_from_arrays(
+            specs, observations, action_format.from_environment(np.array(episode.actions)), episode.rewards, **fields
+        )
 
 
 def write_minari(
@@ -217,7 +221,7 @@ def write_minari(
         ImportError: Minari is not installed.
         ValueError: The id exists already or is invalid, or there are no demonstrations; nothing was written.
     """
-    minari = _imported()
+    minari = _import_minari()
     from minari.data_collector import EpisodeBuffer
     from minari.dataset.minari_dataset import parse_dataset_id
     from minari.dataset.minari_storage import MinariStorage
@@ -227,53 +231,59 @@ def write_minari(
     try:
         namespace, *_ = parse_dataset_id(id)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{id!r} is no name of a data set; it is NAME-v0 or NAMESPACE/NAME-v0.") from error
+        raise ValueError(f"The id of a data set must be NAME-v0 or NAMESPACE/NAME-v0, got {id!r}.") from error
     path = get_dataset_path(id)
     if path.exists():
-        raise ValueError(f"{path} exists; name another version, or delete it by minari.delete_dataset({id!r}).")
-    shown = specs.observation
-    observation = spec_to_space(shown["observation"] if specs.keys == ["observation"] else shown)
-    action, form = action_space_of(specs), specs.action_format
+        raise ValueError(f"{path} exists. Name another version, or delete it with minari.delete_dataset({id!r}).")
+    observation_spec = specs.observation
+    observation_space = spec_to_space(
+        observation_spec["observation"] if specs.keys == ["observation"] else observation_spec
+    )
+    action_space, action_format = action_space_of(specs), specs.action_format
 
     def episodes() -> Iterator[Any]:
         for demonstration in demonstrations:
-            last = np.arange(demonstration.length) == demonstration.length - 1
+            is_last = np.arange(demonstration.length) == demonstration.length - 1
             terminated, truncated = demonstration.ends
             yield EpisodeBuffer(
-                observations=_observed(demonstration, specs),
-                actions=form.to_environment(demonstration.steps["action"].numpy()),
+                observations=_nested_observations(demonstration, specs),
+                actions=action_format.to_environment(demonstration.steps["action"].numpy()),
                 rewards=demonstration.rewards.numpy(),
-                terminations=last & terminated,
-                truncations=last & truncated,
+                terminations=is_last & terminated,
+                truncations=is_last & truncated,
                 infos={},
             )
 
     with temporary_sibling(get_dataset_path() / path.name, Path.mkdir) as folder:
-        storage = MinariStorage.new(folder / "data", observation, action, _spec_of(recipe), jpeg_encoding=False)
-        told = {**recipe_metadata(recipe), "frame_skip": 1 if recipe is None else recipe.action_repeat}
-        storage.update_metadata({"dataset_id": id, "minari_version": minari.__version__, **told})
+        storage = MinariStorage.new(
+            folder / "data", observation_space, action_space, _gym_spec(recipe), jpeg_encoding=False
+        )
+        extra_metadata = {**recipe_metadata(recipe), "frame_skip": 1 if recipe is None else recipe.action_repeat}
+        storage.update_metadata({"dataset_id": id, "minari_version": minari.__version__, **extra_metadata})
         storage.update_episodes(episodes())
         if not storage.total_episodes:
-            raise ValueError("there are no whole episodes to write.")
+            raise ValueError("the source contains no complete episode.")
         if namespace is not None and namespace not in list_local_namespaces():
             create_namespace(namespace)
         folder.rename(path)
 
 
-def _observed(demonstration: Demonstration, specs: EnvironmentSpecs) -> Any:
+def _nested_observations(demonstration: Demonstration, specs: EnvironmentSpecs) -> Any:
     """Return the observations before all steps and after the last one, nested like the data set's space."""
-    player = DemoPlayback(demonstration, 1, 0)
+    playback = DemoPlayback(demonstration, 1, 0)
     if specs.keys == ["observation"]:
-        return player.whole("observation")
-    seen: dict[str, Any] = {}
+        return playback.all_observations("observation")
+    observations: dict[str, Any] = {}
     for key in specs.keys:
-        *above, name = path_of(key)
-        reduce(lambda level, part: level.setdefault(part, {}), above, seen)[name] = player.whole(key)
-    return seen
+        *parents, name = path_of(key)
+        reduce(lambda level, part: level.setdefault(part, {}), parents, observations)[name] = playback.all_observations(
+            key
+        )
+    return observations
 
 
-def _spec_of(recipe: EnvironmentRecipe | None) -> EnvSpec | None:
-    if recipe is None or not isinstance(recipe.id, str) or not set(recipe.settings()) <= _BARE:
+def _gym_spec(recipe: EnvironmentRecipe | None) -> EnvSpec | None:
+    if recipe is None or not isinstance(recipe.id, str) or not set(recipe.settings()) <= _SPEC_SETTINGS:
         return None
     spec = copy.deepcopy(gym.spec(recipe.id))
     spec.kwargs.update(recipe.env_kwargs)

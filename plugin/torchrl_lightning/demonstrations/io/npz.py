@@ -20,7 +20,10 @@ from torchrl_lightning.demonstrations.trajectory import Demonstration
 
 ARRAYS = ("Observation", "Action", "Reward", "FrameSkip")
 # PyTorch supports only few unsigned integers.
-_SIGNED: dict[Any, np.dtype[Any]] = {np.dtype(np.uint16): np.dtype(np.int32), np.dtype(np.uint32): np.dtype(np.int64)}
+_SIGNED_DTYPES: dict[Any, np.dtype[Any]] = {
+    np.dtype(np.uint16): np.dtype(np.int32),
+    np.dtype(np.uint32): np.dtype(np.int64),
+}
 
 
 def npz_fields(data: bytes, observation: NestedKey, limit: int) -> dict[str, Any]:
@@ -30,53 +33,53 @@ def npz_fields(data: bytes, observation: NestedKey, limit: int) -> dict[str, Any
         ValueError: The archive has other content than the four numeric arrays, or more than ``limit`` bytes.
         Exception: The archive is damaged; the zip and numpy readers may raise any exception.
     """
-    arrays = _arrays(data, limit)
+    arrays = _read_arrays(data, limit)
     frame_skip = arrays.pop("FrameSkip")
     if frame_skip.numel() != 1 or frame_skip.is_floating_point():
-        raise ValueError(f"FrameSkip is {list(frame_skip.shape)} of {frame_skip.dtype}, expected one integer")
+        raise ValueError(f"FrameSkip must be one integer, got {list(frame_skip.shape)} of {frame_skip.dtype}")
     steps = TensorDict({}, [])
     for key, name in ((observation, "Observation"), (ACTION, "Action"), (REWARD, "Reward")):
         steps[key] = arrays[name]
     return {"steps": steps, "frame_skip": int(frame_skip)}
 
 
-def _arrays(data: bytes, limit: int) -> dict[str, Tensor]:
+def _read_arrays(data: bytes, limit: int) -> dict[str, Tensor]:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = archive.infolist()
         if sorted(member.filename for member in members) != sorted(f"{name}.npy" for name in ARRAYS):
-            found = ", ".join(repr(member.filename) for member in members[:8])
-            raise ValueError(f"it holds {found or 'nothing'}, expected {', '.join(ARRAYS)} (as .npy) and no more")
+            names = ", ".join(repr(member.filename) for member in members[:8])
+            raise ValueError(f"it must contain only {', '.join(ARRAYS)} (as .npy), got {names or 'nothing'}")
         # Check before decompression: a member never returns more bytes than it declares.
         declared = sum(member.file_size for member in members)
         if declared > limit:
             raise ValueError(f"its arrays have {declared} bytes, more than the limit of {limit}")
         check_free_memory(declared, "it", "free some memory, or split it into several files")
         if any(member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for member in members):
-            raise ValueError("it is compressed in another way than numpy does")
+            raise ValueError("its compression must be one that numpy writes")
         arrays = {}
         for member in members:
             with archive.open(member) as stream:
                 name = member.filename.removesuffix(".npy")
-                arrays[name] = torch.from_numpy(_array(stream, name, member.file_size))
+                arrays[name] = torch.from_numpy(_read_array(stream, name, member.file_size))
         return arrays
 
 
-def _array(stream: IO[bytes], name: str, size: int) -> np.ndarray[Any, Any]:
+def _read_array(stream: IO[bytes], name: str, size: int) -> np.ndarray[Any, Any]:
     # numpy's reader would allocate the size in the header before it checks the available data.
     version = np.lib.format.read_magic(stream)
     if version not in ((1, 0), (2, 0)):
-        raise ValueError(f"{name} has version {version} of numpy's format, expected 1.0 or 2.0")
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, fortran, dtype = read(stream)
+        raise ValueError(f"{name} must have version 1.0 or 2.0 of numpy's format, got {version}")
+    read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read_header(stream)
     if dtype.hasobject:
-        raise ValueError(f"{name} holds pickled objects, expected numbers; unpickling runs what the file says")
+        raise ValueError(f"{name} must contain numbers, got pickled objects, which could run code")
     if dtype.kind not in "biuf" or dtype.itemsize > (4 if dtype.kind == "u" else 8):
-        raise ValueError(f"{name} has dtype {dtype}, expected numbers that PyTorch has")
-    needed = math.prod(shape) * dtype.itemsize
-    if min(shape, default=0) < 0 or stream.tell() + needed != size:
-        raise ValueError(f"{name} declares shape {list(shape)} of {dtype}, which its {size} bytes do not hold")
+        raise ValueError(f"{name} must have a numeric dtype that PyTorch supports, got {dtype}")
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if min(shape, default=0) < 0 or stream.tell() + num_bytes != size:
+        raise ValueError(f"{name} declares shape {list(shape)} of {dtype}, which does not match its {size} bytes")
     native = dtype.newbyteorder("=")
-    flat = np.empty(math.prod(shape), _SIGNED.get(native, native))
+    flat = np.empty(math.prod(shape), _SIGNED_DTYPES.get(native, native))
     rows = max(1, UNPACKED_AT_ONCE // dtype.itemsize)
     for start in range(0, len(flat), rows):
         part = flat[start : start + rows]
@@ -94,8 +97,8 @@ def write_npz(file: BinaryIO, demonstration: Demonstration) -> None:
     keys = demonstration.observation_keys
     if len(keys) != 1:
         raise ValueError(
-            f"Demonstration {demonstration.name!r} has the observation entries {keys}, of which an .npz file holds "
-            "one; write a .safetensors file."
+            f"Demonstration {demonstration.name!r} has the observation entries {keys}, but an .npz file can store "
+            "only one. Write a .safetensors file."
         )
     entries = zip(ARRAYS, (keys[0], ACTION, REWARD), strict=False)
     arrays = {name: demonstration.steps.get(key).cpu().numpy() for name, key in entries}

@@ -19,7 +19,7 @@ from torchrl_lightning.collectors.episodes import MANY_STEPS
 from torchrl_lightning.collectors.vector_stepper import VectorStepper
 from torchrl_lightning.demonstrations._faults import DemonstrationFault
 from torchrl_lightning.demonstrations.task_check import recipe_metadata
-from torchrl_lightning.demonstrations.trajectory import Demonstration, action_error, ends_at, newest_frames
+from torchrl_lightning.demonstrations.trajectory import Demonstration, action_error, end_flags, newest_frames
 from torchrl_lightning.environments import (
     EnvironmentSpecs,
     close_environment,
@@ -32,7 +32,7 @@ from torchrl_lightning.environments.env_errors import EnvironmentFault
 from torchrl_lightning.environments.policy_calls import Policy
 from torchrl_lightning.environments.recipe import recipe_of
 
-_FRAMES = 64  # steps collected at a time
+_FRAMES_PER_BATCH = 64  # steps collected at a time
 Environment = str | Callable[..., Any]
 
 
@@ -54,11 +54,11 @@ def demonstration_specs(env: Environment | VectorEnv | EnvBase) -> tuple[Environ
     recipe = recipe_of(env)
     if recipe.frame_stack > 1:
         env = recipe.with_settings(frame_stack=1)
-    made = make_environment(env, 1, vectorization="sync", own_number=True)
+    environment = make_environment(env, 1, vectorization="sync", own_number=True)
     try:
-        return environment_specs(made), recipe.action_repeat
+        return environment_specs(environment), recipe.action_repeat
     finally:
-        close_environment(made)
+        close_environment(environment)
 
 
 def record_demonstrations(
@@ -98,74 +98,76 @@ def record_demonstrations(
             f"clip_actions must be False for actions without a Box, got True for {specs.action}. Leave it out."
         )
     recipe = recipe_of(env)
-    known: dict[str, str | int | float] = {**recipe_metadata(recipe)}
+    metadata: dict[str, str | int | float] = {**recipe_metadata(recipe)}
     if recipe.frame_stack > 1:
-        known["frame_stack"] = recipe.frame_stack
-    for number, (episode, told) in enumerate(_episodes(env, policy, num_episodes, seed, clip_actions)):
-        steps, last = (newest_frames(part, specs).clone() for part in (episode, episode["next"][-1:]))
+        metadata["frame_stack"] = recipe.frame_stack
+    for number, (episode, success) in enumerate(_collect_episodes(env, policy, num_episodes, seed, clip_actions)):
+        steps, last_observation = (newest_frames(part, specs).clone() for part in (episode, episode["next"][-1:]))
         steps[REWARD] = episode[REWARD].clone()
-        steps[ACTION] = _recorded(episode[ACTION], specs, clip_actions, number)
+        steps[ACTION] = _stored_actions(episode[ACTION], specs, clip_actions, number)
         yield Demonstration(
             steps,
-            last[0],
+            last_observation[0],
             frame_skip=frame_skip,
-            name=f"{known['environment']}, episode {number}",
-            metadata={**known, **told},
-            **ends_at(episode["next"], -1),
+            name=f"{metadata['environment']}, episode {number}",
+            metadata={**metadata, **success},
+            **end_flags(episode["next"], -1),
         )
 
 
-def _recorded(actions: Tensor, specs: EnvironmentSpecs, clip: bool, episode: int) -> Tensor:
+def _stored_actions(actions: Tensor, specs: EnvironmentSpecs, clip: bool, episode: int) -> Tensor:
     """Return the actions ``[T, *A]`` to store: the policy's, or the clipped ones that the environment received."""
-    form = specs.action_format
+    action_format = specs.action_format
     if clip:
-        received = form.to_environment(actions.cpu().numpy(), clip=True)
-        return torch.from_numpy(form.from_environment(received)).to(actions.dtype)
+        received = action_format.to_environment(actions.cpu().numpy(), clip=True)
+        return torch.from_numpy(action_format.from_environment(received)).to(actions.dtype)
     if (error := action_error(actions, specs)) is not None:
-        remedy = "Record with clip_actions=True, or clip in the policy" if form.is_box else "Mend the policy"
+        remedy = (
+            "Record with clip_actions=True, or clip in the policy" if action_format.is_box else "Correct the policy"
+        )
         raise DemonstrationFault(f"In episode {episode} {error}. {remedy}.")
     return actions.clone()
 
 
-class _Listener(VectorWrapper):
+class _SuccessRecorder(VectorWrapper):
     """Record the success that one environment reports at the end of each episode."""
 
     def __init__(self, env: VectorEnv) -> None:
         super().__init__(env)
-        self.told: list[dict[str, bool]] = []  # not fetched yet
+        self.episode_metadata: list[dict[str, bool]] = []  # not fetched yet
         self._stepper = VectorStepper(env)
 
     def step(self, actions: Any) -> Any:
         step = _, _, terminated, truncated, info = self.env.step(actions)
         if terminated[0] or truncated[0]:
             success = self._stepper.successes(info)
-            self.told.append({} if success is None else {"success": bool(success[0])})
+            self.episode_metadata.append({} if success is None else {"success": bool(success[0])})
         return step
 
 
-def _episodes(
+def _collect_episodes(
     env: Environment, policy: Policy, count: int, seed: int | None, clip_actions: bool
 ) -> Iterator[tuple[TensorDictBase, dict[str, bool]]]:
-    made = make_environment(env, 1, vectorization="sync", own_number=True)
+    environment = make_environment(env, 1, vectorization="sync", own_number=True)
     try:
-        told: list[dict[str, bool]] = []
+        episode_metadata: list[dict[str, bool]] = []
         collector: Any
-        if isinstance(made, EnvBase):
+        if isinstance(environment, EnvBase):
             if clip_actions:
-                form = replace(ActionFormat.of_spec(made.action_spec_unbatched), clip=True)
-                made = TransformedEnv(made, ActionConversion(form), auto_unwrap=False)
-            frames = _FRAMES * made.batch_size.numel()
-            collector = TorchRLCollector(made, policy, frames_per_batch=frames, seed=seed)
+                action_format = replace(ActionFormat.of_spec(environment.action_spec_unbatched), clip=True)
+                environment = TransformedEnv(environment, ActionConversion(action_format), auto_unwrap=False)
+            frames = _FRAMES_PER_BATCH * environment.batch_size.numel()
+            collector = TorchRLCollector(environment, policy, frames_per_batch=frames, seed=seed)
         else:
-            listener = _Listener(made)
-            told = listener.told
+            recorder = _SuccessRecorder(environment)
+            episode_metadata = recorder.episode_metadata
             options: dict[str, Any] = {"seed": seed, "clip_actions": clip_actions}
-            collector = GymnasiumCollector(listener, policy, frames_per_batch=_FRAMES, **options)
+            collector = GymnasiumCollector(recorder, policy, frames_per_batch=_FRAMES_PER_BATCH, **options)
         parts: list[TensorDictBase] = []
         for batch in collector:
             steps, begin = batch[0], 0
             for end in (steps["next", "done"].flatten().nonzero().flatten() + 1).tolist():
-                yield torch.cat([*parts, steps[begin:end]]), told.pop(0) if told else {}
+                yield torch.cat([*parts, steps[begin:end]]), episode_metadata.pop(0) if episode_metadata else {}
                 count -= 1
                 if not count:
                     return
@@ -177,4 +179,4 @@ def _episodes(
                     "(time_limit= of an EnvironmentRecipe)."
                 )
     finally:
-        close_environment(made)
+        close_environment(environment)

@@ -30,9 +30,9 @@ from torchrl_lightning.environments.specs import EnvironmentSpecs
 
 SUFFIXES = (".npz", ".safetensors")
 VERSION = 2  # version 1 did not store the end of the episode
-_HEADER = "demonstration"  # the entry of safetensors' metadata with our header, as JSON
-_SUM = "checksum"  # of header and tensors, in the header
-_DEPTH = 16  # maximum nesting of observation keys
+_HEADER_KEY = "demonstration"  # the entry of safetensors' metadata with our header, as JSON
+_CHECKSUM_KEY = "checksum"  # of header and tensors, in the header
+_MAX_DEPTH = 16  # maximum nesting of observation keys
 _STEPS, _LAST = "steps", "last_observation"
 
 
@@ -76,13 +76,17 @@ def read_demonstration(
         if len(data) > limit:
             raise ValueError(f"it has more than the limit of {limit} bytes")
         if path.suffix == ".npz":
-            fields = npz_fields(data, "observation" if specs is None else _key_in_npz(specs), limit)
+            fields = npz_fields(data, "observation" if specs is None else _npz_observation_key(specs), limit)
         else:
-            fields = _own_fields(data)
+            fields = _from_safetensors(data)
     except Exception as error:  # a damaged file can make the zip, numpy and safetensors readers raise any exception
-        kind = "" if isinstance(error, ValueError) else f"it is no whole {path.suffix} file: {type(error).__name__}: "
-        raise ValueError(f"{path} was refused: {kind}{printable(error).rstrip('.')}.") from error
-    return as_environment({**fields, "name": str(path)}, specs)
+        prefix = (
+            ""
+            if isinstance(error, ValueError)
+            else f"it is not a complete {path.suffix} file: {type(error).__name__}: "
+        )
+        raise ValueError(f"{path} was refused: {prefix}{printable(error).rstrip('.')}.") from error
+    return with_env_dtypes({**fields, "name": str(path)}, specs)
 
 
 def write_demonstration(path: str | Path, demonstration: Demonstration) -> None:
@@ -107,7 +111,7 @@ def write_demonstrations(demonstrations: Mapping[Path, Demonstration]) -> None:
             if path.suffix == ".npz":
                 write_npz(file, demonstration)
             else:
-                file.write(_own_bytes(demonstration))
+                file.write(_to_safetensors(demonstration))
 
 
 def _check_suffix(path: Path) -> None:
@@ -115,19 +119,19 @@ def _check_suffix(path: Path) -> None:
         raise ValueError(f"{path} ends in {path.suffix!r}, expected {' or '.join(map(repr, SUFFIXES))}.")
 
 
-def _key_in_npz(specs: EnvironmentSpecs) -> NestedKey:
-    return only_key(specs, "an .npz file holds", "record it anew as .safetensors")
+def _npz_observation_key(specs: EnvironmentSpecs) -> NestedKey:
+    return single_observation_key(specs, "an .npz file", "record it again as .safetensors")
 
 
-def only_key(specs: EnvironmentSpecs, who: str, mend: str) -> NestedKey:
+def single_observation_key(specs: EnvironmentSpecs, subject: str, remedy: str) -> NestedKey:
     """Return the only observation key, for files with one array; raise ValueError if there are several."""
     if len(specs.keys) != 1:
-        raise ValueError(f"{who} one array of observations, but the environment shows {specs.keys}; {mend}")
+        raise ValueError(f"{subject} stores one observation array, but the environment has {specs.keys}; {remedy}")
     return specs.keys[0]
 
 
 # -- our own form ------------------------------------------------------------------------------------------------------
-def _own_bytes(demonstration: Demonstration) -> bytes:
+def _to_safetensors(demonstration: Demonstration) -> bytes:
     value = demonstration.value
     header = {
         "schema_version": VERSION,
@@ -143,23 +147,30 @@ def _own_bytes(demonstration: Demonstration) -> bytes:
     }
     parts = {_STEPS: demonstration.steps, _LAST: demonstration.last_observation}
     tensors = {
-        "/".join(map(_escaped, (root, *path_of(key)))): leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
+        "/".join(map(_escape, (root, *path_of(key)))): leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
         for root, part in parts.items()
         if part is not None
         for key, leaf in keyed_leaves(part)
     }
     header = json.loads(json.dumps(header))  # keys become strings, as after reading
-    return safetensors.torch.save(tensors, {_HEADER: json.dumps({**header, _SUM: checksum([header, tensors])})})
+    return safetensors.torch.save(
+        tensors, {_HEADER_KEY: json.dumps({**header, _CHECKSUM_KEY: checksum([header, tensors])})}
+    )
 
 
-def _own_fields(data: bytes) -> dict[str, Any]:
+def _from_safetensors(data: bytes) -> dict[str, Any]:
     tensors = safetensors.torch.load(data)
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
-    if _HEADER not in header:
-        raise ValueError(f"it is no file of a demonstration: its metadata lacks {_HEADER!r}, it has {sorted(header)}")
-    content: Any = json.loads(header[_HEADER])
-    if isinstance(content, dict) and (written := content.pop(_SUM, None)) not in (None, checksum([content, tensors])):
-        raise ValueError(f"it is damaged: its checksum is another than {written}, with which it was written")
+    if _HEADER_KEY not in header:
+        raise ValueError(
+            f"it is not a demonstration file: its metadata must contain {_HEADER_KEY!r}, got {sorted(header)}"
+        )
+    content: Any = json.loads(header[_HEADER_KEY])
+    if isinstance(content, dict) and (stored_checksum := content.pop(_CHECKSUM_KEY, None)) not in (
+        None,
+        checksum([content, tensors]),
+    ):
+        raise ValueError(f"it is damaged: its checksum is another than {stored_checksum}, with which it was written")
     ends = dict.fromkeys(("terminated", "truncated"), optional(flag))
     schema: dict[str, Check] = {
         "frame_skip": bounded_integer(1),
@@ -169,17 +180,17 @@ def _own_fields(data: bytes) -> dict[str, Any]:
     }
     if isinstance(content, dict) and content.get("schema_version") == 1:
         content = {**content, **dict.fromkeys(ends), "schema_version": VERSION}
-    check_state(content, {**schema, **ends}, _HEADER, VERSION)
+    check_state(content, {**schema, **ends}, _HEADER_KEY, VERSION)
     value = -math.inf if content["value"] is None else content["value"]
     if type(value) not in (int, float):
-        raise ValueError(f"value is {value!r}, expected a number or null")
+        raise ValueError(f"value must be a number or null, got {value!r}")
     parts = {_STEPS: TensorDict({}, []), _LAST: TensorDict({}, [])}
     for name, leaf in sorted(tensors.items()):  # parents first: a name below a tensor raises an error
-        root, *path = map(_unescaped, name.split("/"))
-        if len(path) > _DEPTH:
-            raise ValueError(f"a tensor's name has {len(path)} levels, more than {_DEPTH}")
+        root, *path = map(_unescape, name.split("/"))
+        if len(path) > _MAX_DEPTH:
+            raise ValueError(f"a tensor's name has {len(path)} levels, more than {_MAX_DEPTH}")
         if root not in parts or not path or leaf.dtype not in DTYPES.values():
-            raise ValueError(f"the tensor {name!r} of {leaf.dtype} is none of a demonstration's")
+            raise ValueError(f"the tensor {name!r} of {leaf.dtype} does not belong to a demonstration")
         parts[root][join((), tuple(path))] = leaf
     return {
         "steps": parts[_STEPS],
@@ -196,40 +207,40 @@ def _metadata(value: Any, name: str) -> None:
             raise state_error(entry, f"{name}[{key!r}]", "a text or a number")
 
 
-def _escaped(part: str) -> str:
+def _escape(part: str) -> str:
     return part.replace("~", "~0").replace("/", "~1")
 
 
-def _unescaped(part: str) -> str:
+def _unescape(part: str) -> str:
     return part.replace("~1", "/").replace("~0", "~")
 
 
 # -- conversion to the environment's dtypes ---------------------------------------------------------------------------
-def of_episode(
+def demonstration_from_arrays(
     specs: EnvironmentSpecs | None,
-    seen: Mapping[NestedKey, NDArray[Any]],
+    observations: Mapping[NestedKey, NDArray[Any]],
     actions: Any,
     rewards: Any,
     *,
     last_known: bool = True,
-    **known: Any,
+    **fields: Any,
 ) -> Demonstration:
     """Build a demonstration from arrays of observations, ``[T + 1, ...]``, actions and rewards.
 
-    If the last observation is unknown, ``seen`` has ``T`` rows. :func:`as_environment` converts the dtypes.
+    If the last observation is unknown, ``observations`` has ``T`` rows. :func:`with_env_dtypes` converts the dtypes.
     """
     steps, last = TensorDict({}, []), TensorDict({}, []) if last_known else None
-    for key, shown in seen.items():
-        leaf = torch.from_numpy(shown)
+    for key, array in observations.items():
+        leaf = torch.from_numpy(array)
         steps[key] = leaf if last is None else leaf[:-1]
         if last is not None:
             last[key] = leaf[-1]
     steps[ACTION] = torch.from_numpy(np.array(actions))
     steps[REWARD] = torch.from_numpy(np.array(rewards))[:, None]
-    return as_environment({"steps": steps, "last_observation": last, **known}, specs)
+    return with_env_dtypes({"steps": steps, "last_observation": last, **fields}, specs)
 
 
-def as_environment(fields: dict[str, Any], specs: EnvironmentSpecs | None) -> Demonstration:
+def with_env_dtypes(fields: dict[str, Any], specs: EnvironmentSpecs | None) -> Demonstration:
     """Build a demonstration from its fields, with float32 rewards and the dtypes of an environment.
 
     Raises:
@@ -255,12 +266,12 @@ def _convert(part: TensorDict, key: NestedKey, dtype: torch.dtype, name: str, ro
     if not isinstance(leaf, Tensor) or leaf.dtype == dtype:
         return
     if not rounded and leaf.numel() and not leaf.is_complex():
-        low, high = leaf.min().item(), leaf.max().item()
+        lowest, highest = leaf.min().item(), leaf.max().item()
         limits = None if dtype.is_floating_point or dtype is torch.bool else torch.iinfo(dtype)
-        fits = limits is None or (limits.min <= low and high <= limits.max)  # others wrap around and back
+        fits = limits is None or (limits.min <= lowest and highest <= limits.max)  # others wrap around and back
         if not fits or not torch.equal(leaf.to(dtype).to(leaf.dtype), leaf):
             raise ValueError(
-                f"{name} was refused: {key!r} is {leaf.dtype} with values from {low} to {high}, which the "
-                f"environment's {dtype} does not hold; record it in this environment."
+                f"{name} was refused: {key!r} is {leaf.dtype} with values from {lowest} to {highest}, which the "
+                f"environment's {dtype} cannot represent; record it in this environment."
             )
     part[key] = leaf.to(dtype)

@@ -23,25 +23,29 @@ def saved_dtypes(dtypes: Mapping[str, Dtype] | None) -> dict[str, torch.dtype]:
     """Return the torch dtypes of names, torch or numpy dtypes; raise ValueError for other fields or dtypes."""
     checked = {}
     for name, dtype in (dtypes or {}).items():
-        found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-        if isinstance(found, type | np.dtype):
-            found = numpy_to_torch_dtype_dict.get(np.dtype(found))
-        if name not in FIELDS or not isinstance(found, torch.dtype):
+        torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if isinstance(torch_dtype, type | np.dtype):
+            torch_dtype = numpy_to_torch_dtype_dict.get(np.dtype(torch_dtype))
+        if name not in FIELDS or not isinstance(torch_dtype, torch.dtype):
             raise ValueError(
-                f"demo_dtypes has {name!r}: {dtype!r}, expected dtypes, such as 'uint8', of {list(FIELDS)}."
+                f"demo_dtypes must map names of {list(FIELDS)} to dtypes such as 'uint8', got {name!r}: {dtype!r}."
             )
-        checked[name] = found
+        checked[name] = torch_dtype
     return checked
 
 
 def check_saved_dtypes(dtypes: Mapping[str, torch.dtype], specs: EnvironmentSpecs) -> None:
     """Raise a DemonstrationFault if fractions would be saved as integers."""
     parts = {"Observation": [specs.observation[key].dtype for key in specs.keys], "Action": [specs.action.dtype]}
-    for name, given in {**parts, "Reward": [torch.float32]}.items():
+    for name, env_dtypes in {**parts, "Reward": [torch.float32]}.items():
         dtype = dtypes.get(name)
-        if dtype is not None and not dtype.is_floating_point and any(each.is_floating_point for each in given):
+        if (
+            dtype is not None
+            and not dtype.is_floating_point
+            and any(env_dtype.is_floating_point for env_dtype in env_dtypes)
+        ):
             raise DemonstrationFault(
-                f"demo_dtypes saves {name} as {dtype}, but it holds fractions ({given}); name a float dtype."
+                f"demo_dtypes must have a float dtype for {name}, which can have fractions ({env_dtypes}), got {dtype}."
             )
 
 
@@ -60,7 +64,7 @@ def with_saved_dtypes(demonstration: Demonstration, dtypes: Mapping[str, torch.d
                     cast = leaf.to(dtype)
                     if not leaf.is_floating_point() and not torch.equal(cast.to(leaf.dtype), leaf):
                         raise ValueError(
-                            f"demo_dtypes saves {name} as {dtype}, which does not hold {leaf.max().item()}."
+                            f"demo_dtypes saves {name} as {dtype}, which cannot represent {leaf.max().item()}."
                         )
                     part[key] = cast.to(torch.float32) if name == "Reward" else cast
     return replace(demonstration, steps=steps, last_observation=last)

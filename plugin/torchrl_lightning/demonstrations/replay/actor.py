@@ -46,32 +46,32 @@ class DemonstrationActor(TensorDictModuleBase):
     def __init__(self, policy: Policy, log_prob: LogProb = "deterministic") -> None:
         super().__init__()
         self.log_prob: LogProb = one_of(log_prob, "log_prob", get_args(LogProb))
-        abilities = PolicyApi.of(policy)
-        if log_prob == "current" and abilities.get_dist is None:
+        policy_api = PolicyApi.of(policy)
+        if log_prob == "current" and policy_api.get_dist is None:
             raise TypeError(
-                "The policy must offer get_dist(td), as TorchRL's ProbabilisticActor does, to tell how likely replayed "
-                f"actions are, got {type(policy).__name__}; give log_prob='deterministic' to do without."
+                "The policy must have get_dist(td), like TorchRL's ProbabilisticActor, to compute log-probabilities of "
+                f"replayed actions, got {type(policy).__name__}. Or set log_prob='deterministic'."
             )
         self.policy = policy
-        self.in_keys: list[NestedKey] = list(abilities.in_keys)
-        self.out_keys: list[NestedKey] = list(abilities.out_keys or ())
+        self.in_keys: list[NestedKey] = list(policy_api.in_keys)
+        self.out_keys: list[NestedKey] = list(policy_api.out_keys or ())
 
     def compute_step(self, step: TensorDictBase) -> Outputs:
         """Return the entries to write into a step, without writing them."""
-        bare = fast_call(self.policy)
-        outputs = policy_outputs(self.policy, step.copy()) if bare is None else bare(step)
+        compute_outputs = fast_call(self.policy)
+        outputs = policy_outputs(self.policy, step.copy()) if compute_outputs is None else compute_outputs(step)
         mask = step.get(REPLAYED, None)
         if mask is None or not mask.any():
             return outputs
-        where, replaced = mask.view(step.batch_size), dict(outputs)
+        replayed, replaced = mask.view(step.batch_size), dict(outputs)
         action = outputs[ACTION]
-        over = mask.view(*step.batch_size, *[1] * (action.ndim - step.ndim))
-        action = replaced[ACTION] = step.get(DEMO_ACTION).to(action).where(over, action)
+        expanded_mask = mask.view(*step.batch_size, *[1] * (action.ndim - step.ndim))
+        action = replaced[ACTION] = step.get(DEMO_ACTION).to(action).where(expanded_mask, action)
         for key in outputs:
             if path_of(key)[-1].endswith("log_prob"):
-                written = replaced[key] = outputs[key].clone()
-                current = self.log_prob == "current"
-                written[where] = self.get_dist(step[where]).log_prob(action[where]) if current else 0.0
+                log_prob = replaced[key] = outputs[key].clone()
+                uses_policy = self.log_prob == "current"
+                log_prob[replayed] = self.get_dist(step[replayed]).log_prob(action[replayed]) if uses_policy else 0.0
         return replaced
 
     @property

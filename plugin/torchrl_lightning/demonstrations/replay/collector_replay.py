@@ -14,7 +14,7 @@ from torchrl_lightning._core.validators import integer, one_of, optional
 from torchrl_lightning.demonstrations.demo_sampler import DemonstrationSampler
 from torchrl_lightning.demonstrations.demo_storage import DemonstrationStorage
 from torchrl_lightning.demonstrations.replay.playback import DemoPlayback, PlaybackBatch
-from torchrl_lightning.demonstrations.serialization import from_state, state_of
+from torchrl_lightning.demonstrations.serialization import from_state, to_state
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.environments import ReplayedRows
 
@@ -64,9 +64,11 @@ class DemonstrationReplay(Stateful):
     OWNER, VERSION = "demonstration replay", 1
     STATE = {
         "num_envs": Attribute(),
-        "playing": Attribute(of=lambda replay: replay._read_positions, at="_positions"),
+        "playing": Attribute(of=lambda replay: replay._read_playbacks, at="_playback_states"),
         "chosen": Attribute(
-            of=lambda replay: replay._read_chosen, at="_chosen", form=lambda chosen: [*map(_choice, chosen.items())]
+            of=lambda replay: replay._read_scheduled,
+            at="_scheduled",
+            form=lambda scheduled: [*map(_scheduled_state, scheduled.items())],
         ),
         "sampler": Child(),
     }
@@ -87,9 +89,9 @@ class DemonstrationReplay(Stateful):
         self.log_prob: LogProb = one_of(log_prob, "log_prob", get_args(LogProb))
         self.frame_stack = integer(frame_stack, "frame_stack")
         self._running: dict[int, DemoPlayback] = {}
-        self._chosen: dict[int, Demonstration | None] = {}  # drawn before the episode begins
+        self._scheduled: dict[int, Demonstration | None] = {}  # drawn before the episode begins
         self._now = 0  # the number of the next call
-        self._cast: PlaybackBatch | None = None
+        self._batch: PlaybackBatch | None = None
         self._next: ReplayedRows | None = None
 
     @property
@@ -108,7 +110,7 @@ class DemonstrationReplay(Stateful):
         self.begin(starts)
         rows = self.peek()
         if rows is not None:
-            self._go_on()
+            self._advance()
         return rows
 
     def choose(self, env: int) -> Demonstration | None:
@@ -120,9 +122,9 @@ class DemonstrationReplay(Stateful):
             ValueError: ``env`` is out of range.
         """
         if not 0 <= env < self.num_envs:
-            raise ValueError(f"env_id={env} must be between 0 and {self.num_envs - 1}.")
-        self._chosen[env] = self.sampler.draw(self.storage)
-        return self._chosen[env]
+            raise ValueError(f"env_id must be between 0 and {self.num_envs - 1}, got {env}.")
+        self._scheduled[env] = self.sampler.draw(self.storage)
+        return self._scheduled[env]
 
     def begin(self, starts: Array) -> None:
         """Draw demonstrations for starting episodes (``starts``, ``[num_envs]`` bool), and end running ones there.
@@ -131,41 +133,41 @@ class DemonstrationReplay(Stateful):
             ValueError: ``starts`` has another number of environments.
         """
         if len(starts) != self.num_envs:
-            raise ValueError(f"This replay is for {self.num_envs} environments, asked for the steps of {len(starts)}.")
+            raise ValueError(f"starts must have {self.num_envs} entries, one for each environment, got {len(starts)}.")
         for env in np.flatnonzero(starts).tolist():
-            before = self._running.pop(env, None)
-            drawn = self._chosen.pop(env) if env in self._chosen else self.sampler.draw(self.storage)
+            interrupted = self._running.pop(env, None)
+            drawn = self._scheduled.pop(env) if env in self._scheduled else self.sampler.draw(self.storage)
             if drawn is not None:
                 self._running[env] = DemoPlayback(drawn, self.frame_stack, self._now)
-            if before is not None or drawn is not None:
-                self._cast = None
+            if interrupted is not None or drawn is not None:
+                self._batch = None
 
     def peek(self) -> ReplayedRows | None:
         """Return the next step without advancing."""
         if not self._running:
             return None
-        if self._cast is None:
+        if self._batch is None:
             log_prob = 0.0 if self.log_prob == "deterministic" else None
-            self._cast = PlaybackBatch(self._running, self.playing, self._now, _ENDS[self.ends], log_prob)
+            self._batch = PlaybackBatch(self._running, self.playing, self._now, _ENDS[self.ends], log_prob)
             self._next = None
         if self._next is None:
-            self._next = self._cast.next_rows()
+            self._next = self._batch.next_rows()
         return self._next
 
     def advance(self, envs: Array) -> None:
         """Advance by one step in the replaying environments of the mask ``envs``, ``[num_envs]`` bool."""
-        for env, player in self._running.items():
+        for env, playback in self._running.items():
             if not envs[env]:
-                player.wait()
-                self._cast = None
-        self._go_on()
+                playback.wait()
+                self._batch = None
+        self._advance()
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         self._now += 1
         self._next = None
-        if self._cast is None or not self._cast.left:
-            self._running = {env: player for env, player in self._running.items() if player.left(self._now)}
-            self._cast = None
+        if self._batch is None or not self._batch.remaining:
+            self._running = {env: playback for env, playback in self._running.items() if playback.remaining(self._now)}
+            self._batch = None
 
     def for_worker(self, seed: int) -> DemonstrationReplay:
         """Return a copy for another process, with its own sampler and without running replays."""
@@ -177,77 +179,81 @@ class DemonstrationReplay(Stateful):
     def contents(self) -> _Contents:
         """Return the stored demonstrations and the options of the sampler."""
         storage, sampler = self.storage, self.sampler
-        kept = storage.reward_demonstrations, storage.value_demonstrations
-        return _Contents(*kept, storage.successes, storage.annealed, (sampler.rho, sampler.phi, sampler.alpha))
+        demos = storage.reward_demonstrations, storage.value_demonstrations
+        return _Contents(*demos, storage.successes, storage.annealed, (sampler.rho, sampler.phi, sampler.alpha))
 
     def news(self, since: _Contents) -> _Contents:
         """Return the contents for a copy that has ``since``; known demonstrations are sent without their steps."""
-        now, known = self.contents(), {each.serial: each for each in (*since.reward, *since.value)}
+        contents, known_demos = self.contents(), {demo.serial: demo for demo in (*since.reward, *since.value)}
 
-        def told(each: Demonstration) -> Any:
-            before = known.get(each.serial)
-            return each if before is None or before.steps is not each.steps else (each.serial, each.value)
+        def entry_of(demo: Demonstration) -> Any:
+            known_demo = known_demos.get(demo.serial)
+            return demo if known_demo is None or known_demo.steps is not demo.steps else (demo.serial, demo.value)
 
-        return now._replace(reward=tuple(map(told, now.reward)), value=tuple(map(told, now.value)))
+        return contents._replace(
+            reward=tuple(map(entry_of, contents.reward)), value=tuple(map(entry_of, contents.value))
+        )
 
     def follow(self, news: _Contents) -> None:
         """Apply the contents of the original; running replays continue."""
-        kept = {each.serial: each for each in (*self.storage.reward_demonstrations, *self.storage.value_demonstrations)}
+        demos = {
+            item.serial: item for item in (*self.storage.reward_demonstrations, *self.storage.value_demonstrations)
+        }
 
-        def found(each: Any) -> Demonstration:
-            if not isinstance(each, tuple):
-                return each
-            serial, value = each
-            return kept[serial].with_value(value=value, serial=serial)
+        def resolve(item: Any) -> Demonstration:
+            if not isinstance(item, tuple):
+                return item
+            serial, value = item
+            return demos[serial].with_value(value=value, serial=serial)
 
-        reward, value = ([*map(found, part)] for part in (news.reward, news.value))
+        reward, value = ([*map(resolve, part)] for part in (news.reward, news.value))
         self.storage.replace(reward, value, news.successes, news.annealed)
         self.sampler.set_probabilities(*news.probabilities)
 
     @property
-    def _positions(self) -> list[dict[str, Any]]:
+    def _playback_states(self) -> list[dict[str, Any]]:
         """The running replays as saved in states; their demonstrations may have left the storage."""
         return [
-            {"env": env, "position": self._now - player.began, "demonstration": state_of(player.demonstration)}
-            for env, player in sorted(self._running.items())
+            {"env": env, "position": self._now - playback.start, "demonstration": to_state(playback.demonstration)}
+            for env, playback in sorted(self._running.items())
         ]
 
-    @_positions.setter
-    def _positions(self, running: dict[int, DemoPlayback]) -> None:
-        self._running, self._cast, self._now = running, None, 0
+    @_playback_states.setter
+    def _playback_states(self, running: dict[int, DemoPlayback]) -> None:
+        self._running, self._batch, self._now = running, None, 0
 
-    def _read_positions(self, value: Any, name: str) -> dict[int, DemoPlayback]:
+    def _read_playbacks(self, value: Any, name: str) -> dict[int, DemoPlayback]:
         running: dict[int, DemoPlayback] = {}
         schema = {"env": bounded_integer(0, self.num_envs - 1), "position": bounded_integer(), "demonstration": mapping}
         for entry in sequence(value, name):
             env, position, demonstration = check_state(entry, schema, self.OWNER).values()
-            player = running[env] = DemoPlayback(from_state(demonstration), self.frame_stack, -position)
-            if player.left(0) < 1:
+            playback = running[env] = DemoPlayback(from_state(demonstration), self.frame_stack, -position)
+            if playback.remaining(0) < 1:
                 raise ValueError(
                     f"The {self.OWNER} state is at position {position} of demonstration "
-                    f"{player.demonstration.name!r}, which has {player.length} steps."
+                    f"{playback.demonstration.name!r}, which has {playback.length} steps."
                 )
         for first, other in pairwise(running.values()):
             if other.shapes != first.shapes:
                 raise ValueError(
-                    f"The {self.OWNER} state plays {other.demonstration.name!r}, whose steps are {other.shapes}, "
-                    f"beside {first.demonstration.name!r}, whose steps are {first.shapes}."
+                    f"The demonstrations of the {self.OWNER} state must have equal shapes, got {first.shapes} for "
+                    f"{first.demonstration.name!r} and {other.shapes} for {other.demonstration.name!r}."
                 )
         return running
 
-    def _read_chosen(self, value: Any, name: str) -> dict[int, Demonstration | None]:
+    def _read_scheduled(self, value: Any, name: str) -> dict[int, Demonstration | None]:
         schema = {"env": bounded_integer(0, self.num_envs - 1), "demonstration": optional(mapping)}
-        chosen = (check_state(entry, schema, self.OWNER).values() for entry in sequence(value, name))
-        return {env: state if state is None else from_state(state) for env, state in chosen}
+        entries = (check_state(entry, schema, self.OWNER).values() for entry in sequence(value, name))
+        return {env: state if state is None else from_state(state) for env, state in entries}
 
     def __repr__(self) -> str:
         options = f"ends={self.ends!r}, log_prob={self.log_prob!r}"
         return f"{type(self).__name__}({len(self._running)} of {self.num_envs} environments replay, {options})"
 
 
-def _choice(chosen: tuple[int, Demonstration | None]) -> dict[str, Any]:
-    env, demonstration = chosen
-    return {"env": env, "demonstration": demonstration and state_of(demonstration)}
+def _scheduled_state(item: tuple[int, Demonstration | None]) -> dict[str, Any]:
+    env, demonstration = item
+    return {"env": env, "demonstration": demonstration and to_state(demonstration)}
 
 
 class _Contents(NamedTuple):

@@ -15,14 +15,14 @@ from torchrl_lightning.environments import ReplayedRows
 from torchrl_lightning.environments.wrappers.frame_stack import is_image
 
 Array = NDArray[Any]
-_AT_ONCE = 32
+_MAX_BLOCK = 32  # steps that are prepared together
 
 
 class DemoPlayback:
-    """A running demonstration, over its own tensors; its first step belongs to call ``began`` of the replay."""
+    """A running demonstration, over its own tensors; its first step belongs to call ``start`` of the replay."""
 
-    def __init__(self, demonstration: Demonstration, frame_stack: int, began: int) -> None:
-        self.demonstration, self.began = demonstration, began
+    def __init__(self, demonstration: Demonstration, frame_stack: int, start: int) -> None:
+        self.demonstration, self.start = demonstration, start
         self.length = demonstration.length
         steps, last = demonstration.steps, demonstration.last_observation
         self.observations: dict[NestedKey, Array] = {
@@ -30,7 +30,7 @@ class DemoPlayback:
         }
         # If the last observation is unknown, the previous one replaces it.
         self._last: dict[NestedKey, Array] = {
-            key: seen[-1] if last is None else last.get(key).numpy() for key, seen in self.observations.items()
+            key: rows[-1] if last is None else last.get(key).numpy() for key, rows in self.observations.items()
         }
         self.actions: Array = steps.get("action").numpy()
         self.rewards: Array = demonstration.rewards.numpy()
@@ -38,7 +38,7 @@ class DemoPlayback:
 
     def wait(self) -> None:
         """Delay the demonstration by one call."""
-        self.began += 1
+        self.start += 1
 
     @property
     def shapes(self) -> dict[NestedKey, tuple[int, ...]]:
@@ -46,14 +46,14 @@ class DemoPlayback:
         entries: dict[NestedKey, Array] = {**self.observations, "action": self.actions}
         return {key: rows.shape[1:] for key, rows in entries.items()}
 
-    def left(self, now: int) -> int:
+    def remaining(self, now: int) -> int:
         """Return the number of remaining steps before call ``now``."""
-        return self.length + self.began - now
+        return self.length + self.start - now
 
     def layout(self, key: NestedKey) -> tuple[tuple[int, ...], int | None]:
         """Return an observation's layout: its shape with a separate frame axis, and that axis, or None without a stack.
 
-        The frame axis precedes the channel axis, so that :meth:`joined` only reshapes.
+        The frame axis precedes the channel axis, so that :meth:`merge_frames` only reshapes.
         """
         shape = self.observations[key].shape[1:]
         if self._frame_stack == 1 or not isinstance(key, str) or not is_image(shape):
@@ -61,7 +61,7 @@ class DemoPlayback:
         axis = stack_axis(shape)
         return (*shape[:axis], self._frame_stack, *shape[axis:]), axis
 
-    def show(self, key: NestedKey, t: int, out: Array) -> None:
+    def write_observations(self, key: NestedKey, t: int, out: Array) -> None:
         """Write the observations before steps ``t``, ``t + 1``, ..., and after the last one, into ``out``."""
         _, axis = self.layout(key)
         if axis is None:
@@ -71,19 +71,19 @@ class DemoPlayback:
         windows = np.lib.stride_tricks.sliding_window_view(frames, self._frame_stack, 0)
         out[:] = np.moveaxis(windows, -1, axis + 1)
 
-    def whole(self, key: NestedKey) -> Array:
+    def all_observations(self, key: NestedKey) -> Array:
         """Return the observations before all steps and after the last one."""
         shape, _ = self.layout(key)
-        shown = np.empty((self.length + 1, *shape), self.observations[key].dtype)
-        self.show(key, 0, shown)
-        return self.joined(key, shown)
+        observations = np.empty((self.length + 1, *shape), self.observations[key].dtype)
+        self.write_observations(key, 0, observations)
+        return self.merge_frames(key, observations)
 
-    def joined(self, key: NestedKey, shown: Array) -> Array:
+    def merge_frames(self, key: NestedKey, observations: Array) -> Array:
         """Convert observations ``[..., *layout]`` to the environment's shape: frames are merged into channels."""
         shape, axis = self.layout(key)
         if axis is None or len(shape) != 4:  # without a stack, or frames without channels
-            return shown
-        return shown.reshape(*shown.shape[:-4], *shape[:axis], -1, *shape[axis + 2 :])
+            return observations
+        return observations.reshape(*observations.shape[:-4], *shape[:axis], -1, *shape[axis + 2 :])
 
     def _frames(self, key: NestedKey, begin: int, end: int) -> Array:
         rows = self.observations[key]
@@ -109,53 +109,62 @@ class PlaybackBatch:
         ends: tuple[bool, bool] | None,
         log_prob: float | None,
     ) -> None:
-        self._players = [running[env] for env in sorted(running)]
+        self._playbacks = [running[env] for env in sorted(running)]
         self._mask, self._now, self._log_prob = mask, now, log_prob
-        recorded = [player.demonstration.ends for player in self._players]
+        recorded = [playback.demonstration.ends for playback in self._playbacks]
         self._ends = np.array(recorded if ends is None else [ends] * len(recorded)).T
-        self.left = min(player.left(now) for player in self._players)
-        self._serials = np.array([player.demonstration.serial for player in self._players])
-        self._never = np.zeros(len(self._players), dtype=bool)
-        self._told: Iterator[ReplayedRows] = iter(())
-        self._at_once = 2
+        self.remaining = min(playback.remaining(now) for playback in self._playbacks)
+        self._serials = np.array([playback.demonstration.serial for playback in self._playbacks])
+        self._all_false = np.zeros(len(self._playbacks), dtype=bool)
+        self._prepared: Iterator[ReplayedRows] = iter(())
+        self._block_length = 2
 
     def next_rows(self) -> ReplayedRows:
         """Return the next step and advance."""
-        rows = next(self._told, None)
+        rows = next(self._prepared, None)
         if rows is None:
-            # Prepare few steps first, because a changed cast discards them.
-            self._at_once = min(2 * self._at_once, self.left, _AT_ONCE)
-            self._told = iter(self._tell(self._at_once))
-            rows = next(self._told)
-        self.left -= 1
+            # Prepare few steps first, because a changed batch discards them.
+            self._block_length = min(2 * self._block_length, self.remaining, _MAX_BLOCK)
+            self._prepared = iter(self._prepare_rows(self._block_length))
+            rows = next(self._prepared)
+        self.remaining -= 1
         self._now += 1
         return rows
 
-    def _tell(self, steps: int) -> list[ReplayedRows]:
-        players, now = self._players, self._now
-        shown = [self._seen(key, steps + 1) for key in players[0].observations]
-        seen = [dict(zip(players[0].observations, values, strict=True)) for values in zip(*shown, strict=True)]
-        actions = np.empty((steps, len(players), *players[0].actions.shape[1:]), players[0].actions.dtype)
-        rewards = np.empty((steps, len(players)), np.float32)
-        for i, player in enumerate(players):
-            t = now - player.began
-            actions[:, i], rewards[:, i] = player.actions[t : t + steps], player.rewards[t : t + steps]
-        terminated, truncated = [self._never] * steps, [self._never] * steps
-        if steps == self.left:
-            over = np.array([not player.left(now + steps) for player in players])
-            terminated[-1], truncated[-1] = over & self._ends
-        constant = self._serials, self._log_prob
+    def _prepare_rows(self, steps: int) -> list[ReplayedRows]:
+        playbacks, now = self._playbacks, self._now
+        blocks = [self._observation_block(key, steps + 1) for key in playbacks[0].observations]
+        observations = [
+            dict(zip(playbacks[0].observations, values, strict=True)) for values in zip(*blocks, strict=True)
+        ]
+        actions = np.empty((steps, len(playbacks), *playbacks[0].actions.shape[1:]), playbacks[0].actions.dtype)
+        rewards = np.empty((steps, len(playbacks)), np.float32)
+        for i, playback in enumerate(playbacks):
+            t = now - playback.start
+            actions[:, i], rewards[:, i] = playback.actions[t : t + steps], playback.rewards[t : t + steps]
+        terminated, truncated = [self._all_false] * steps, [self._all_false] * steps
+        if steps == self.remaining:
+            is_over = np.array([not playback.remaining(now + steps) for playback in playbacks])
+            terminated[-1], truncated[-1] = is_over & self._ends
+        shared_fields = self._serials, self._log_prob
         return [
             ReplayedRows(
-                self._mask, seen[t], actions[t], seen[t + 1], rewards[t], terminated[t], truncated[t], *constant
+                self._mask,
+                observations[t],
+                actions[t],
+                observations[t + 1],
+                rewards[t],
+                terminated[t],
+                truncated[t],
+                *shared_fields,
             )
             for t in range(steps)
         ]
 
-    def _seen(self, key: NestedKey, steps: int) -> list[Array]:
-        players = self._players
-        shape, _ = players[0].layout(key)
-        block = np.empty((steps, len(players), *shape), players[0].observations[key].dtype)
-        for i, player in enumerate(players):
-            player.show(key, self._now - player.began, block[:, i])
-        return list(players[0].joined(key, block))
+    def _observation_block(self, key: NestedKey, steps: int) -> list[Array]:
+        playbacks = self._playbacks
+        shape, _ = playbacks[0].layout(key)
+        block = np.empty((steps, len(playbacks), *shape), playbacks[0].observations[key].dtype)
+        for i, playback in enumerate(playbacks):
+            playback.write_observations(key, self._now - playback.start, block[:, i])
+        return list(playbacks[0].merge_frames(key, block))

@@ -15,7 +15,7 @@ from torchrl.envs import ConditionalSkip, EnvBase, TransformedEnv
 from torchrl.envs.batched_envs import BatchedEnvBase
 
 from torchrl_lightning._core.keys import ACTION, DEMO_ACTION, DEMO_SERIAL, REPLAYED
-from torchrl_lightning.demonstrations.miner import OWN
+from torchrl_lightning.demonstrations.miner import NOT_REPLAYED
 from torchrl_lightning.demonstrations.replay.collector_replay import DemonstrationReplay
 from torchrl_lightning.environments import ReplayedRows
 from torchrl_lightning.environments.backends.torchrl_env import PlayingTransform
@@ -56,8 +56,8 @@ class DemonstrationReplayTransform(PlayingTransform):
         super().__init__(in_keys=[], out_keys=[REPLAYED, DEMO_ACTION, DEMO_SERIAL])
         self.replay = replay
         self._rows: ReplayedRows | None = None
-        self._nothing = TensorDict()  # the entries without a replay
-        self._goes_on = False
+        self._no_replay = TensorDict()  # the entries without a replay
+        self._continues = False
 
     def wrap(self, env: EnvBase) -> TransformedEnv:
         """Wrap an environment with the transform and a layer that skips steps of replaying environments.
@@ -66,25 +66,26 @@ class DemonstrationReplayTransform(PlayingTransform):
             ValueError: The number of environments differs from the replay's, or the environment lacks the replay's end
                 flag or cannot skip steps of single environments.
         """
-        _check(env, self.replay)
+        _check_env(env, self.replay)
         # With both in one layer, nothing would be replayed while all environments rest.
-        resting = TransformedEnv(env, ConditionalSkip(_Resting(self.replay)), auto_unwrap=False)
-        return TransformedEnv(resting, self, auto_unwrap=False)
+        skipping_env = TransformedEnv(env, ConditionalSkip(_IsReplaying(self.replay)), auto_unwrap=False)
+        return TransformedEnv(skipping_env, self, auto_unwrap=False)
 
     def resume(self) -> None:
         """Continue the replays of a restored state through the resets before the next step."""
-        self._goes_on = True
+        self._continues = True
 
     def transform_observation_spec(self, observation_spec: TensorSpec) -> TensorSpec:
         """Add the entries of the replay."""
-        beneath = self.container.base_env
-        inner = beneath.transform if isinstance(beneath, TransformedEnv) else None
-        if not (isinstance(inner, ConditionalSkip) and isinstance(inner.cond, _Resting)):
+        base_env = self.container.base_env
+        skip = base_env.transform if isinstance(base_env, TransformedEnv) else None
+        if not (isinstance(skip, ConditionalSkip) and isinstance(skip.cond, _IsReplaying)):
             raise ValueError(
-                "Environments that replay would be stepped too; lay the transform around them by its method wrap(env)."
+                "The transform must wrap the environment with its method wrap(env), so that replaying environments "
+                "are not stepped."
             )
-        shape, device = beneath.batch_size, observation_spec.device
-        action = beneath.full_action_spec[ACTION]
+        shape, device = base_env.batch_size, observation_spec.device
+        action = base_env.full_action_spec[ACTION]
         observation_spec["demo"] = Composite(
             mask=Binary(1, shape=(*shape, 1), dtype=torch.bool, device=device),
             action=Unbounded(action.shape, dtype=action.dtype, device=device),
@@ -95,60 +96,60 @@ class DemonstrationReplayTransform(PlayingTransform):
         return observation_spec
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        self._nothing = self.container.full_observation_spec["demo"].zero()
-        self._nothing["serial"].fill_(OWN)
+        self._no_replay = self.container.full_observation_spec["demo"].zero()
+        self._no_replay["serial"].fill_(NOT_REPLAYED)
         reset = tensordict.get("_reset", None)
-        starts = np.ones(self.replay.num_envs, dtype=bool) if reset is None else _flags(reset)
-        if self._goes_on:
+        starts = np.ones(self.replay.num_envs, dtype=bool) if reset is None else _as_mask(reset)
+        if self._continues:
             starts = starts & ~self.replay.playing
         self.replay.begin(starts)
-        rows = self._tell(tensordict_reset)
+        rows = self._write_next(tensordict_reset)
         if rows is not None:
-            for key, shown in rows.observation.items():
-                _put(tensordict_reset, key, shown, rows.mask)
+            for key, values in rows.observation.items():
+                _set_rows(tensordict_reset, key, values, rows.mask)
         return tensordict_reset
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         # A resting environment repeats its input, which transforms above may have stacked.
         if self._rows is None:
             return tensordict
-        shown, beneath = self._rows.observation, self.container.base_env.full_observation_spec
-        return tensordict.exclude(*(key for key in shown if tensordict[key].shape != beneath[key].shape))
+        observation, base_spec = self._rows.observation, self.container.base_env.full_observation_spec
+        return tensordict.exclude(*(key for key in observation if tensordict[key].shape != base_spec[key].shape))
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        rows, self._goes_on = self._rows, False
+        rows, self._continues = self._rows, False
         if rows is None:
-            self._tell(next_tensordict)
+            self._write_next(next_tensordict)
             return next_tensordict
         step = tensordict.get("_step", None)
-        made = rows.mask if step is None else rows.mask & _flags(step)
-        of = made[rows.mask]
-        _carry(tensordict.get("next", None), next_tensordict, made)
-        for key, shown in rows.next_observation.items():
-            _put(next_tensordict, key, shown[of], made)
-        _put(next_tensordict, "reward", rows.reward[of], made)
+        stepped = rows.mask if step is None else rows.mask & _as_mask(step)
+        selected = stepped[rows.mask]
+        _copy_skipped(tensordict.get("next", None), next_tensordict, stepped)
+        for key, values in rows.next_observation.items():
+            _set_rows(next_tensordict, key, values[selected], stepped)
+        _set_rows(next_tensordict, "reward", rows.reward[selected], stepped)
         ends = {"terminated": rows.terminated, "truncated": rows.truncated, "done": rows.terminated | rows.truncated}
         for name in ends.keys() & next_tensordict.keys():
-            _put(next_tensordict, name, ends[name][of], made)
-        self.replay.advance(made)
-        self._tell(next_tensordict)
+            _set_rows(next_tensordict, name, ends[name][selected], stepped)
+        self.replay.advance(stepped)
+        self._write_next(next_tensordict)
         return next_tensordict
 
-    def _tell(self, tensordict: TensorDictBase) -> ReplayedRows | None:
+    def _write_next(self, tensordict: TensorDictBase) -> ReplayedRows | None:
         """Write the next step of the replayed demonstrations."""
         rows = self._rows = self.replay.peek()
-        tensordict["demo"] = self._nothing.clone()
+        tensordict["demo"] = self._no_replay.clone()
         if rows is not None:
-            told = {REPLAYED: rows.mask[rows.mask], DEMO_ACTION: rows.action, DEMO_SERIAL: rows.serial}
-            for key, values in told.items():
-                _put(tensordict, key, values, rows.mask)
+            entries = {REPLAYED: rows.mask[rows.mask], DEMO_ACTION: rows.action, DEMO_SERIAL: rows.serial}
+            for key, values in entries.items():
+                _set_rows(tensordict, key, values, rows.mask)
         return rows
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.replay})"
 
 
-class _Resting:
+class _IsReplaying:
     """The condition of ``ConditionalSkip``: a mask of the replaying environments."""
 
     def __init__(self, replay: DemonstrationReplay) -> None:
@@ -158,50 +159,50 @@ class _Resting:
         return torch.from_numpy(self.replay.playing).to(tensordict.device).view(tensordict.batch_size)
 
 
-def _check(env: EnvBase, replay: DemonstrationReplay) -> None:
-    number, base = env.batch_size.numel(), env
-    if len(env.batch_size) > 1 or number != replay.num_envs:
+def _check_env(env: EnvBase, replay: DemonstrationReplay) -> None:
+    num_envs, innermost = env.batch_size.numel(), env
+    if len(env.batch_size) > 1 or num_envs != replay.num_envs:
         raise ValueError(
-            f"The replay is for {replay.num_envs} environments, got a batch of {list(env.batch_size)}; give it "
-            "their number, side by side in one dimension."
+            f"The environment must have the batch size [{replay.num_envs}], like the replay, got "
+            f"{list(env.batch_size)}. Set num_envs of DemonstrationReplay."
         )
     # Without the flag `truncated`, a truncation sets only `done`.
     if ("terminated" if replay.ends == "recorded" else replay.ends) not in env.done_keys:
         raise ValueError(
-            f"Demonstrations end as {replay.ends!r}, the environment has the flags {env.done_keys}; choose another "
-            "ends= of DemonstrationReplay."
+            f"ends must be one of the environment's flags {env.done_keys}, got {replay.ends!r}. Set another ends of "
+            "DemonstrationReplay."
         )
-    while isinstance(base, TransformedEnv):
-        base = base.base_env
-    if number > 1 and not isinstance(base, BatchedEnvBase):
+    while isinstance(innermost, TransformedEnv):
+        innermost = innermost.base_env
+    if num_envs > 1 and not isinstance(innermost, BatchedEnvBase):
         raise ValueError(
-            f"{type(base).__name__} steps its {number} environments at once, but those that replay must rest; put "
-            "single ones side by side in a SerialEnv or a ParallelEnv."
+            f"{type(innermost).__name__} steps its {num_envs} environments together, but the replay must skip single "
+            "ones. Use a SerialEnv or a ParallelEnv of single environments."
         )
 
 
-def _flags(reset_or_step: Tensor) -> NDArray[np.bool_]:
+def _as_mask(reset_or_step: Tensor) -> NDArray[np.bool_]:
     """Return flags ``[N, 1]``, ``[N]``, or ``[]`` of a single environment, as ``[N]``."""
     return reset_or_step.cpu().numpy().reshape(-1)
 
 
-def _carry(written: TensorDictBase | None, successor: TensorDictBase, where: NDArray[np.bool_]) -> None:
+def _copy_skipped(carried: TensorDictBase | None, next_tensordict: TensorDictBase, mask: NDArray[np.bool_]) -> None:
     """Do the work of the skipped transforms below: no episode begins, and recurrent states continue."""
-    if "is_init" in successor:
-        _put(successor, "is_init", np.zeros((where.sum(), 1), dtype=bool), where)
-    for key, value in () if written is None else written.items(True, True):
-        if key in successor.keys(True, True):
-            _put(successor, key, _by_environment(value, written, where)[torch.from_numpy(where)], where)
+    if "is_init" in next_tensordict:
+        _set_rows(next_tensordict, "is_init", np.zeros((mask.sum(), 1), dtype=bool), mask)
+    for key, value in () if carried is None else carried.items(True, True):
+        if key in next_tensordict.keys(True, True):
+            _set_rows(next_tensordict, key, _per_env(value, carried, mask)[torch.from_numpy(mask)], mask)
 
 
-def _put(data: TensorDictBase, key: NestedKey, values: Any, where: NDArray[np.bool_]) -> None:
+def _set_rows(data: TensorDictBase, key: NestedKey, values: Any, mask: NDArray[np.bool_]) -> None:
     """Replace an entry by a copy with new values in some environments, because its memory may be shared."""
     entry = data.get(key)
-    rows = _by_environment(entry, data, where).clone()
-    rows[torch.from_numpy(where)] = torch.as_tensor(values).to(rows).reshape(-1, *rows.shape[1:])
+    rows = _per_env(entry, data, mask).clone()
+    rows[torch.from_numpy(mask)] = torch.as_tensor(values).to(rows).reshape(-1, *rows.shape[1:])
     data.set(key, rows.reshape(entry.shape))
 
 
-def _by_environment(entry: Tensor, data: TensorDictBase, where: NDArray[np.bool_]) -> Tensor:
+def _per_env(entry: Tensor, data: TensorDictBase, mask: NDArray[np.bool_]) -> Tensor:
     """Return an entry with the environment dimension, which a single environment lacks."""
-    return entry.reshape(len(where), *entry.shape[data.ndim :])
+    return entry.reshape(len(mask), *entry.shape[data.ndim :])
