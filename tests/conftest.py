@@ -67,9 +67,9 @@ def same_imports() -> Iterator[None]:
 @pytest.fixture
 def three_threads(same_threads: None) -> Iterator[None]:
     """Takes three threads, as a script does at its beginning."""
-    from torchrl_lightning.environments.workers.threads import kept_threads
+    from torchrl_lightning.environments.workers.threads import preserve_num_threads
 
-    with kept_threads():
+    with preserve_num_threads():
         torch.set_num_threads(3)
         yield
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from torchrl_lightning._core.checkpoint_reader import load_checkpoint
-from torchrl_lightning._core.checksums import checksum, invalid_tensors, verify_checksums, with_own_numbers
+from torchrl_lightning._core.checksums import checksum, copy_expanded_tensors, invalid_tensors, verify_checksums
 from torchrl_lightning._core.file_limits import PICKLE_OPERATIONS
 
 MB = 1 << 20
@@ -356,7 +356,7 @@ def test_checksum_of_a_transposed_tensor_takes_little_memory() -> None:
 def test_expanded_tensor_is_reported_and_copied_before_saving() -> None:
     content = {"a": {"b": [1, torch.ones(1, 3).expand(4, 3)]}, "c": torch.zeros(3)}
     assert list(invalid_tensors(content)) == ["a.b.1"]
-    copied = with_own_numbers(content)
+    copied = copy_expanded_tensors(content)
     assert not list(invalid_tensors(copied))
     assert torch.equal(copied["a"]["b"][1], content["a"]["b"][1])
     assert copied["c"] is content["c"]

@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 
-from torchrl_lightning._core.checksums import SEAL, add_checksums, checksum, invalid_tensors, verify_checksums
+from torchrl_lightning._core.checksums import CHECKSUMS_KEY, add_checksums, checksum, invalid_tensors, verify_checksums
 
 STATE = {
     "state_dict": collections.OrderedDict(
@@ -26,7 +26,7 @@ def sealed():
 
 def test_checksums_verify_after_saving_and_loading():
     checkpoint = sealed()
-    assert set(checkpoint[SEAL]) == {"state_dict", "optimizer_states", "empty"}
+    assert set(checkpoint[CHECKSUMS_KEY]) == {"state_dict", "optimizer_states", "empty"}
     file = io.BytesIO()
     torch.save(checkpoint, file)
     file.seek(0)
@@ -43,7 +43,7 @@ def test_checksums_verify_after_saving_and_loading():
         {"state_dict": None},
         {"optimizer_states": []},
         {"empty": torch.zeros(4, 0)},
-        {SEAL: [1]},
+        {CHECKSUMS_KEY: [1]},
         {"other": {"x": [torch.zeros(3, device="meta")]}},
         {"other": (torch.eye(3).to_sparse(),)},
     ],

@@ -11,7 +11,7 @@ import torch
 
 from kit.states import equal
 from torchrl_lightning._core import files
-from torchrl_lightning._core.files import NoCheckpointerMixin, read_state, replaced_files, write_state
+from torchrl_lightning._core.files import NoCheckpointerMixin, read_state_folder, replaced_files, write_state_folder
 
 
 def test_several_files_are_replaced_together(tmp_path: Path) -> None:
@@ -59,25 +59,25 @@ def test_files_reach_the_disk_before_they_have_their_names(tmp_path: Path, monke
 
 
 def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
-    write_state(tmp_path / "state", {"a": 1})
+    write_state_folder(tmp_path / "state", {"a": 1})
     for name in ("state-0123456789abcdef.bin", ".state-0123456789abcdef.bin.fedcba9876543210.tmp"):
         (tmp_path / "state" / name).touch()
     (tmp_path / "state" / ".state.json.fedcba9876543210.tmp").touch()
     (tmp_path / "state" / "notes.txt").touch()  # not ours
-    write_state(tmp_path / "state", {"a": 2})
+    write_state_folder(tmp_path / "state", {"a": 2})
     names = sorted(path.name for path in (tmp_path / "state").iterdir())
     assert names[0] == "notes.txt"
     assert names[2] == "state.json"
     assert len(names) == 3
-    assert read_state(tmp_path / "state") == {"a": 2}
+    assert read_state_folder(tmp_path / "state") == {"a": 2}
 
 
 def test_state_folder_round_trip(tmp_path: Path) -> None:
     # A single number out of a column has the column's stride, though it is contiguous.
     number = torch.arange(8).reshape(4, 2)[1:2, 1]
     state = {"rows": torch.arange(3), "number": number, "nested": {"number": 0.5, "pair": (1, None)}}
-    write_state(tmp_path / "state", state)
-    assert equal(read_state(tmp_path / "state"), state)
+    write_state_folder(tmp_path / "state", state)
+    assert equal(read_state_folder(tmp_path / "state"), state)
 
 
 LEFT = ".other.bin.fedcba9876543210.tmp"
@@ -90,12 +90,12 @@ def test_leftovers_are_removed_at_the_next_save_but_files_in_use_stay(tmp_path: 
         (tmp_path / name).touch()
     with replaced_files(tmp_path / "one") as (one,):
         one.write(b"1")
-        write_state(tmp_path / "state", {"a": 1})  # by another process, say
+        write_state_folder(tmp_path / "state", {"a": 1})  # by another process, say
         (tmp_path / LEFT).touch()
         with replaced_files(tmp_path / "two"):
             pass
     (tmp_path / LEFT).symlink_to(tmp_path / "other.bin")
-    write_state(tmp_path / "again", {"a": 1})
+    write_state_folder(tmp_path / "again", {"a": 1})
     expected = [".hidden.tmp", LEFT, "again", "one", "other.bin", "state", "two"]
     assert sorted(path.name for path in tmp_path.iterdir()) == expected
 
@@ -108,9 +108,9 @@ def test_ignored_checkpoint_hooks_raise(hook: str) -> None:
 
 @pytest.mark.parametrize("linked", ["state.json", "state-*.bin"])
 def test_link_in_the_folder_is_not_followed(linked: str, tmp_path: Path) -> None:
-    write_state(tmp_path / "state", {"rows": torch.arange(3)})
+    write_state_folder(tmp_path / "state", {"rows": torch.arange(3)})
     (path,) = (tmp_path / "state").glob(linked)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match=f"{path.name}"):
-        read_state(tmp_path / "state")
+        read_state_folder(tmp_path / "state")

@@ -7,9 +7,9 @@ import inspect
 import pytest
 
 import torchrl_lightning
-from torchrl_lightning._core.keys import RESERVED, check_observed
+from torchrl_lightning._core.keys import RESERVED, check_not_reserved
 from torchrl_lightning._core.tree import nested_keys, path_of
-from torchrl_lightning.rollout.pytorchrl_names import DOCUMENTED, REFINEMENTS
+from torchrl_lightning.rollout.pytorchrl_names import DOCUMENTED, OPTIONAL_NAMES
 
 SEEN = {"observation", "achieved_goal", "desired_goal"}
 
@@ -20,7 +20,7 @@ def root(key: object) -> str:
 
 
 def test_documented_names_map_to_reserved_keys() -> None:
-    assert {root(key) for key in (*DOCUMENTED.values(), *REFINEMENTS.values())} <= RESERVED | SEEN
+    assert {root(key) for key in (*DOCUMENTED.values(), *OPTIONAL_NAMES.values())} <= RESERVED | SEEN
 
 
 def test_default_keys_of_arguments_are_reserved() -> None:
@@ -39,6 +39,6 @@ def test_default_keys_of_arguments_are_reserved() -> None:
 
 
 def test_error_lists_several_reserved_names() -> None:
-    check_observed(["observation", "achieved_goal", "image"])
+    check_not_reserved(["observation", "achieved_goal", "image"])
     with pytest.raises(ValueError, match=r"'done', 'mask'.*rename={done: last_done, mask: last_mask}"):
-        check_observed(["mask", "image", "done"])
+        check_not_reserved(["mask", "image", "done"])

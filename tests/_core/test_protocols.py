@@ -31,7 +31,7 @@ def test_object_without_optional_members_has_defaults(view) -> None:
 def test_plain_lightning_module_has_default_members() -> None:
     learner = LearnerApi.of(BoringModel())
     assert learner == LearnerApi(learner.part)
-    assert (learner.policy, learner.critic, learner.valued_policy, learner.is_built) == (None, None, None, None)
+    assert (learner.policy, learner.critic, learner.collection_policy, learner.is_built) == (None, None, None, None)
     assert not any((learner.fit_is_over, learner.has_memory, learner.can_imagine))
     assert learner.rewritten_keys(TensorDict()) == ()
 
@@ -55,8 +55,8 @@ def test_our_modules_build_their_networks_late(kind) -> None:
 
 def test_own_collectors_flag_each_trajectory_start() -> None:
     collector = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=4)
-    assert CollectorApi.of(collector).flags_beginnings
-    assert not CollectorApi.of(iter([])).flags_beginnings
+    assert CollectorApi.of(collector).marks_trajectory_starts
+    assert not CollectorApi.of(iter([])).marks_trajectory_starts
     assert CollectorApi.of(iter([])).metrics() == {}
 
 

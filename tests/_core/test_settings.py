@@ -14,9 +14,9 @@ from torch import Tensor, nn, tensor
 
 import torchrl_lightning
 from torchrl_lightning._core.settings import (
-    Count,
     Fraction,
     Positive,
+    PositiveInt,
     Settings,
     choices,
     computed,
@@ -27,7 +27,7 @@ from torchrl_lightning._core.settings import (
 
 class Rated(Settings, nn.Module):
     learning_rate: Positive = 3e-4
-    most: Count | None = None
+    most: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,7 +48,7 @@ class Part(Rated):
 
 
 class Needing(Settings):
-    size: Count = setting(kw_only=False)
+    size: PositiveInt = setting(kw_only=False)
 
 
 def test_settings_are_inherited_after_own_settings():
@@ -109,8 +109,8 @@ def test_all_settings_are_checked_before_construction():
             begun.append(self)
 
     class Late(Settings, Base):
-        first: Count = 1
-        last: Count = 1
+        first: PositiveInt = 1
+        last: PositiveInt = 1
 
     with pytest.raises(ValueError, match="last"):
         Late(last=0)
@@ -137,10 +137,10 @@ def test_subclass_may_define_its_own_constructor():
 
 def test_settings_of_two_bases_are_combined():
     class Other(Settings):
-        patience: Count = 5
+        patience: PositiveInt = 5
 
     class Both(Other, Rated):
-        most: Count | None = 9
+        most: PositiveInt | None = 9
 
     both = Both(patience=2)
     assert (both.patience, both.most, both.learning_rate, both.began) == (2, 9, 3e-4, True)
@@ -182,13 +182,13 @@ class Sized:
 
 
 class Held(Settings, Sized):
-    size: InitVar[Count] = setting(kw_only=False)
+    size: InitVar[PositiveInt] = setting(kw_only=False)
     unit: InitVar[str] = "step"
     rate: Positive = setting(default=1.0, kw_only=False)
 
 
 class Ranked(Held):
-    rank: Count = setting(default=1, kw_only=False)
+    rank: PositiveInt = setting(default=1, kw_only=False)
     rate: Positive = setting(default=2.0, kw_only=False)
 
 

@@ -13,7 +13,7 @@ from kit.states import check_mutants, differences
 from torchrl_lightning._core.mixins import GeneratorMixin
 from torchrl_lightning._core.state import (
     GENERATOR,
-    LARGEST,
+    MAX_COUNT,
     Attribute,
     Child,
     InPlace,
@@ -41,7 +41,7 @@ ROWS = torch.zeros(2, 3)
     ("check", "valid", "invalid", "message"),
     [
         (bounded_integer(1, 9), 9, [0, 10, True, 1.0, torch.tensor(1), None], "an integer of at least 1, at most 9"),
-        (bounded_integer(), LARGEST, [-1, LARGEST + 1], "an integer of at least 0"),
+        (bounded_integer(), MAX_COUNT, [-1, MAX_COUNT + 1], "an integer of at least 0"),
         (number(0), 0.5, [-0.1, math.nan, math.inf, "1", True], "a finite number of at least 0"),
         (flag, True, [1, None], "True or False"),
         (mapping, {"a": 1}, [[], {1: 2}, None], "a dict with strings as keys"),
@@ -80,7 +80,7 @@ class Ring(Stateful):
     """A part of another."""
 
     OWNER = "ring"
-    STATE = {"count": Attribute(of=lambda ring: bounded_integer(0, ring.size)), "cells": InPlace(low=0)}
+    STATE = {"count": Attribute(check_for=lambda ring: bounded_integer(0, ring.size)), "cells": InPlace(low=0)}
 
     def __init__(self, size: int) -> None:
         self.size, self.count, self.cells = size, 0, torch.zeros(size, dtype=torch.int64)
@@ -91,15 +91,15 @@ class Box(GeneratorMixin, Stateful):
 
     OWNER, VERSION = "box", 3
     STATE = {
-        "size": Attribute(at="ring.size", argument="length"),
+        "size": Attribute(attribute="ring.size", argument="length"),
         "count": Attribute(bounded_integer()),
-        "texts": Attribute(of=lambda box: box.read_texts, form=list),
+        "texts": Attribute(check_for=lambda box: box.read_texts, to_saved=list),
         "ring": Child(),
         "spare": Child(),
         "scale": Attribute(number(0, 1), "inner.scale"),
         "ids": Attribute(tensor(torch.int64, None, low=0)),
         "shares": Attribute(fields("shares", {"first": list_of(number(0, 1))})),
-        "note": Attribute(optional(flag), only="notes"),
+        "note": Attribute(optional(flag), exists_if="notes"),
         "rng": GENERATOR,
     }
 
@@ -121,7 +121,7 @@ class Box(GeneratorMixin, Stateful):
         if len(values["ids"]) > values["count"]:
             raise ValueError("too many ids")
 
-    def _loaded(self) -> None:
+    def _post_load(self) -> None:
         self.loads += 1
 
 

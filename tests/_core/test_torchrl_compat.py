@@ -140,7 +140,7 @@ def test_torchrl_draws_through_our_hook(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_torchrl_calls_the_check_of_the_last_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(RingStorage, "check_seam", lambda self: asked.append(1))
+    monkeypatch.setattr(RingStorage, "check_last_cursor", lambda self: asked.append(1))
     ours = replay(sample_unit=Sequence(length=2))
     ours.sample()
     assert asked
@@ -220,7 +220,11 @@ def test_private_names_exist_in_torchrl() -> None:
 
 def test_alias_reads_and_sets_a_private_attribute() -> None:
     ours, lock = replay(), object()
-    assert (ours.thread_lock, ours.detours[1:3], ours.batch_sizes) == (ours._replay_lock, (False, False), (2, False))
+    assert (ours.thread_lock, ours.sample_path_settings[1:3], ours.batch_sizes) == (
+        ours._replay_lock,
+        (False, False),
+        (2, False),
+    )
     ours.write_lock = lock
     assert ours._write_lock is lock
 
@@ -244,7 +248,7 @@ def test_hooks_of_all_modules_are_found() -> None:
 
 def test_tensors_move_towards_others() -> None:
     tensors = [torch.zeros(2)]
-    torchrl_compat.interpolate_all_(tensors, [torch.ones(2)], 0.25)
+    torchrl_compat.foreach_lerp_(tensors, [torch.ones(2)], 0.25)
     assert tensors[0].tolist() == [0.25, 0.25]
 
 
@@ -270,7 +274,7 @@ def test_serial_environments_are_found() -> None:
 def test_modules_take_plain_tensors_within_a_block() -> None:
     module = TensorDictModule(lambda x: x + 1, ["a"], ["b"])
     for dispatches, argument in ((True, torch.zeros(1)), (False, TensorDict(a=torch.zeros(1)))):
-        with torchrl_compat.dispatches_modules(dispatches):
+        with torchrl_compat.set_module_dispatch(dispatches):
             result = module(argument)
         assert (result if dispatches else result["b"]).tolist() == [1]
 

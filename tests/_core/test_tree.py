@@ -9,18 +9,18 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 
 from torchrl_lightning._core.tree import (
-    describe,
     difference,
     entry_of,
+    is_below,
     join,
     keyed_leaves,
     nested_key,
     nested_keys,
     next_key,
     schema_difference,
+    schema_of,
     to_tensordict,
     tree_of,
-    under,
 )
 
 
@@ -44,9 +44,9 @@ def test_nested_keys_names_the_invalid_key() -> None:
 def test_keys_below_a_root() -> None:
     assert next_key("a") == ("next", "a")
     assert next_key(("agent", "a")) == ("next", "agent", "a")
-    assert under(("next", "a"), "next")
-    assert not under("nexta", "next")
-    assert not under("next", ("next", "a"))
+    assert is_below(("next", "a"), "next")
+    assert not is_below("nexta", "next")
+    assert not is_below("next", ("next", "a"))
     assert join("a", ()) == "a"
     assert join(("a", "b"), ("c",)) == ("a", "b", "c")
 
@@ -75,7 +75,7 @@ def test_entry_other_than_a_dense_tensor_raises_with_its_name(leaf: Any) -> None
 
 def test_difference_names_every_leaf() -> None:
     other = TensorDict({"a": torch.zeros(3, 2).double(), "c": torch.zeros(3)}, [3])
-    assert schema_difference(describe(data(), 1), describe(other, 1)) == (
+    assert schema_difference(schema_of(data(), 1), schema_of(other, 1)) == (
         "'a' is [2] torch.float64, stored is [2] torch.float32; 'c' is new; ('next', 'b') is missing"
     )
     assert difference(tree_of(data()), data(5)) == ""

@@ -23,7 +23,7 @@ from torchrl_lightning.agents import (
     build_deterministic_actor,
     build_squashed_actor,
 )
-from torchrl_lightning.agents.networks.action_heads import bounds_of
+from torchrl_lightning.agents.networks.action_heads import action_bounds
 from torchrl_lightning.agents.networks.squashed import action_range
 
 Build = Callable[[Any], Any]
@@ -95,10 +95,10 @@ def test_bounds_that_both_count_as_none_are_no_range() -> None:
 
 
 def test_bounds_are_as_they_were_between_the_limits() -> None:
-    low, high = bounds_of(bounded([-2.0, 1e-30, -1e36], [3.0, 2e-30, 1e36]))
+    low, high = action_bounds(bounded([-2.0, 1e-30, -1e36], [3.0, 2e-30, 1e36]))
     assert low.tolist() == pytest.approx([-2.0, 1e-30, -1e36])
     assert high.tolist() == pytest.approx([3.0, 2e-30, 1e36])
-    low, high = bounds_of(bounded([-torch.finfo(torch.float32).max, 0.0], [1.0, math.inf]))
+    low, high = action_bounds(bounded([-torch.finfo(torch.float32).max, 0.0], [1.0, math.inf]))
     assert (low.tolist(), high.tolist()) == ([-math.inf, 0.0], [1.0, math.inf])
 
 

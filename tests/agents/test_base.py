@@ -27,7 +27,7 @@ def test_fit_moves_every_parameter_and_logs_over_frames(case: str, network: str)
     run.fit(module, datamodule=data)
     assert before
     assert all(not torch.equal(before[name], value) for name, value in module.named_parameters())
-    logged, epoch = run.callback_metrics, module.epoch_metrics
+    logged, epoch = run.callback_metrics, module.last_epoch_metrics
     assert [logged[f"eval/{name}"] for name in ("return", "return_std", "length", "success")] == [2.0, 1.0, 15.0, 0.5]
     assert "step" not in logged
     assert run.global_step == 6
@@ -73,7 +73,7 @@ def test_critics_may_have_an_optimizer_of_their_own(case: str, critics: str, cou
     assert len(run.optimizers) == count
     moved = {parameter for parameter, old in zip(parameters, before, strict=True) if not torch.equal(parameter, old)}
     assert moved == critic_parameters
-    assert "train/critic_grad_norm" in module.epoch_metrics
+    assert "train/critic_grad_norm" in module.last_epoch_metrics
 
 
 def test_gradients_are_clipped() -> None:

@@ -67,7 +67,7 @@ from torchrl_lightning._core.errors import UserError
 from torchrl_lightning.agents import Network
 from torchrl_lightning.agents.dry_run import NetworkFault, dry_run
 from torchrl_lightning.agents.networks.encoders import MLPEncoder
-from torchrl_lightning.agents.networks.network_protocol import encodes_actions
+from torchrl_lightning.agents.networks.network_protocol import has_action_encoder
 from torchrl_lightning.agents.networks.q_networks import ActionValue, CriticEnsemble
 
 AGENTS: dict[str, Any] = {"ppo": PPOModule, "dqn": DQNModule, "sac": SACModule, "td3": TD3Module}
@@ -175,7 +175,7 @@ def test_critic_ensemble_equals_its_critics():
         expected = torch.stack([critic(observation, action).squeeze(-1) for critic in critics])
         together = CriticEnsemble(critics)
         torch.testing.assert_close(together([observation], action), expected)
-        torch.testing.assert_close(together.judge([observation], action, 1), expected[:1])
+        torch.testing.assert_close(together.q_values([observation], action, 1), expected[:1])
 
 
 def test_critic_of_a_user_runs_under_vmap():
@@ -218,13 +218,13 @@ class OverridesActions(MLPNetwork):
     ids=lambda value: type(value).__name__,
 )
 def test_encoder_reads_actions_only_with_encodes_action(network, early):
-    assert encodes_actions(network) is early
+    assert has_action_encoder(network) is early
 
 
 def test_encoder_that_was_replaced_in_an_object_reads_no_actions():
     network = MLPNetwork([8])
     vars(network)["encoder"] = lambda specs: Encoder(specs[0].shape[-1])
-    assert not encodes_actions(network)
+    assert not has_action_encoder(network)
     assert ActionValue(BOX, network)(torch.randn(2, 4), BOX.action.rand([2])).shape == (2, 1)
 
 
@@ -362,7 +362,7 @@ def test_dry_run_skips_a_loss_over_user_networks():
             raise AssertionError
 
     agent = Unbuilt(lambda specs: None)
-    agent.try_networks(None, None)
+    agent.dry_run_networks(None, None)
     assert not agent.passed_dry_run
 
 

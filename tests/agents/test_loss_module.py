@@ -36,7 +36,7 @@ def test_parameters_learn_targets_update_and_priorities_are_written(make: Any) -
     assert targets
     assert all(not torch.equal(value, after[name]) for name, value in targets.items())
     assert all(batch.get("td_error", None) is not None for batch in source.served)
-    assert {"train/loss_actor", "train/loss_qvalue", "train/learning_rate"} <= module.epoch_metrics.keys()
+    assert {"train/loss_actor", "train/loss_qvalue", "train/learning_rate"} <= module.last_epoch_metrics.keys()
 
 
 def test_updates_equal_a_manual_loop() -> None:
@@ -116,7 +116,7 @@ def test_ready_on_policy_loss_learns_from_rollouts() -> None:
     source = OnPolicyDataModule("CartPole-v1", num_envs=2, frames_per_batch=32, num_mini_batch=2, num_epochs=1, seed=0)
     trainer(max_epochs=1, limit_val_batches=0).fit(module, datamodule=source)
     assert all(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
-    assert "train/loss_critic" in module.epoch_metrics
+    assert "train/loss_critic" in module.last_epoch_metrics
 
 
 def test_missing_loss_or_network_raises() -> None:

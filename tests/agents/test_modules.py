@@ -87,8 +87,8 @@ def test_both_estimates_of_the_divergence_are_logged(hand: bool) -> None:
     run = trainer(max_epochs=1, callbacks=[] if hand else [ListensToBackward()])
     run.fit(module, datamodule=FakeData(2, edit=moved_by(torch.tensor([0.6, 0.2]).repeat(8))))
     expected = sum(math.exp(move) - 1.0 - move for move in (0.6, 0.2)) / 2
-    assert module.epoch_metrics["train/kl_approx"] == pytest.approx(expected, rel=1e-4)
-    assert module.epoch_metrics["train/kl_approx_k1"] == pytest.approx(-0.4, rel=1e-4)
+    assert module.last_epoch_metrics["train/kl_approx"] == pytest.approx(expected, rel=1e-4)
+    assert module.last_epoch_metrics["train/kl_approx_k1"] == pytest.approx(-0.4, rel=1e-4)
 
 
 @pytest.mark.parametrize("case", ["a2c", "vtrace"])
@@ -115,8 +115,8 @@ def test_replayed_steps_do_not_count_in_the_divergence() -> None:
     module, run = learner("ppo", target_kl=0.01, learning_rate=1e-9), trainer()
     run.fit(module, datamodule=FakeData(5, edit=replay_half))
     assert run.global_step == 10
-    assert abs(module.epoch_metrics["train/kl_approx"]) < 1e-5
-    assert module.epoch_metrics["train/clip_fraction"] == 0.0
+    assert abs(module.last_epoch_metrics["train/kl_approx"]) < 1e-5
+    assert module.last_epoch_metrics["train/clip_fraction"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_intrinsic_reward_trains_only_the_predictor() -> None:
     assert {parameter for parameter, old in before.items() if not torch.equal(parameter, old)} == {
         *predictor.parameters()
     }
-    assert {"train/loss_intrinsic_critic", "train/loss_intrinsic_predictor"} <= module.epoch_metrics.keys()
+    assert {"train/loss_intrinsic_critic", "train/loss_intrinsic_predictor"} <= module.last_epoch_metrics.keys()
 
 
 def test_data_without_specs_are_refused() -> None:

@@ -84,6 +84,6 @@ def test_cql_critics_have_their_own_rate_and_the_actor_clones_if_configured() ->
     module = preset("cql", "model.minimised=[loss_actor_bc]")
     fitted = run(module, BOX, max_epochs=1)
     assert [optimizer.param_groups[0]["lr"] for optimizer in fitted.optimizers] == [1e-4, 3e-4]
-    assert {key for key in module.epoch_metrics if "loss" in key} == {"train/loss_actor_bc"}
+    assert {key for key in module.last_epoch_metrics if "loss" in key} == {"train/loss_actor_bc"}
     with pytest.raises(ValueError, match=r"minimised=\['loss_bc'\].*CQLLoss"):
         preset("cql", "model.minimised=[loss_bc]").build(BOX)

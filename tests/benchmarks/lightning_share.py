@@ -36,7 +36,7 @@ from torch import Tensor
 
 from torchrl_lightning import ExperienceBuffer, OnPolicyDataModule, ReplayDataModule, RingStorage
 from torchrl_lightning.agents import DQNModule, MLPNetwork, PPOModule
-from torchrl_lightning.agents.analytic import update_for
+from torchrl_lightning.agents.analytic import make_analytic_update
 
 NUM_ENVS, EPOCHS = 8, 9
 
@@ -160,7 +160,7 @@ def by_hand(cls: type, data: Any) -> float:
     data.setup("fit")
     module.build(data.specs)
     module.raw = module.configure_optimizers()
-    module._update = update_for(module)
+    module._update = make_analytic_update(module)
     began = 0.0
     for epoch in range(EPOCHS):
         trainer.current_epoch = epoch

@@ -49,7 +49,7 @@ def direct_update(module: OffPolicyModule, batch: Any) -> Contender:
         optimized.gather()
         optimized.clip(GRAD_NORM)
         optimizer.step()
-        module.targets.follow(module.tau)
+        module.targets.soft_update(module.tau)
 
     return update
 

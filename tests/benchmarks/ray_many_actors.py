@@ -54,7 +54,7 @@ class Crowd:
     async def installed_versions(self) -> dict[str, str]:
         return self.versions
 
-    async def rollout(self, worker: int, version: int, weights: Any, news: Any) -> tuple[int, dict[Any, Any]]:
+    async def rollout(self, worker: int, version: int, weights: Any, delta: Any) -> tuple[int, dict[Any, Any]]:
         now = time.monotonic()
         if worker not in self.due:  # they begin at different times
             self.due[worker] = now + self.period * (worker * 0.618 % 1)

@@ -129,7 +129,7 @@ def test_exception_leaves_a_checkpoint_that_resumes(when, tmp_path):
     assert (data.frames, module.updates) == (256, 16 - when)
 
 
-@pytest.mark.parametrize("where", ["setup", "_own_collector"])
+@pytest.mark.parametrize("where", ["setup", "_build_default_collector"])
 def test_exception_before_the_first_rollout_saves_nothing(where, tmp_path, caplog):
     save, data = LastCheckpoint(tmp_path / "checkpoints"), rollouts()
     setattr(data, where, lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no environment")))

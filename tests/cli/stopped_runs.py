@@ -22,7 +22,7 @@ from cli.commands import unchanged_process
 from kit import states
 from kit.forks import Forked
 from kit.store import composed_run
-from torchrl_lightning._core.files import read_state
+from torchrl_lightning._core.files import read_state_folder
 from torchrl_lightning.callbacks import LastCheckpoint
 from torchrl_lightning.cli.train import train
 
@@ -192,7 +192,7 @@ def _content(path: Path) -> Any:
     own = {name: value for name, value in data["ranks"][0].items() if name != "metrics"}
     if "snapshot" in own:
         snapshot = own.pop("snapshot")
-        own["buffer"] = read_state(Path(snapshot["folder"]) / snapshot["name"])
+        own["buffer"] = read_state_folder(Path(snapshot["folder"]) / snapshot["name"])
     names = ("state_dict", "optimizer_states", "global_step")
     content = {"data": own, "normalization": data["normalization"], **{name: stored[name] for name in names}}
     return _comparable(content)

@@ -17,7 +17,7 @@ from torchrl_lightning._core.errors import UserError
 from torchrl_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
 from torchrl_lightning.cli.error_messages import exit_with_one_line
 from torchrl_lightning.environments.env_errors import EnvironmentFault
-from torchrl_lightning.ray.cluster import ClusterFault, joined
+from torchrl_lightning.ray.cluster import ClusterFault, connect
 
 FEW = [*TINY, "data.total_frames=256", "eval_episodes=1", "hydra.run.dir=run"]
 
@@ -123,7 +123,7 @@ def test_failed_start_of_ray_exits_with_one_line(error: Exception, monkeypatch: 
     monkeypatch.setattr(ray, "init", fail)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(ClusterFault, match=r"Ray could not be started .*ray stop --force") as raised:
-        joined({"address": "local"})
+        connect({"address": "local"})
     assert "\n" not in str(raised.value)
     with pytest.raises(SystemExit, match=r"^error"), exit_with_one_line():
         raise raised.value

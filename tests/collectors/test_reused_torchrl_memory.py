@@ -15,7 +15,7 @@ from kit.careless import Careless, CarelessTorchRL, assert_alike, pair
 from kit.states import differences, plain
 from torchrl_lightning import EnvironmentRecipe, GymnasiumCollector, record_demonstrations
 from torchrl_lightning.collectors import TorchRLCollector, play_episodes
-from torchrl_lightning.environments.backends.torchrl_batch import stepped_together
+from torchrl_lightning.environments.backends.torchrl_batch import as_batch_vector_env
 from torchrl_lightning.environments.backends.torchrl_env import make_environment
 
 
@@ -118,7 +118,7 @@ def test_evaluation_in_torchrl_environments(name: str) -> None:
 
 def test_torchrl_batches_that_are_stepped_as_vector_environments() -> None:
     makers = pair(CarelessTorchRL, [3])
-    envs = [stepped_together(maker()) for maker in makers]
+    envs = [as_batch_vector_env(maker()) for maker in makers]
     assert all(envs)
     rollouts = [GymnasiumCollector(env, frames_per_batch=90, seed=0).rollout() for env in envs]
     assert_alike(*rollouts)

@@ -17,7 +17,7 @@ from kit.states import differences, plain
 from kit.torchrl_envs import CartPoles, Drift, Walk
 from torchrl_lightning import EnvironmentRecipe, GymnasiumCollector, PPOModule
 from torchrl_lightning.datamodules._run import collection
-from torchrl_lightning.environments.backends.torchrl_batch import stepped_together
+from torchrl_lightning.environments.backends.torchrl_batch import as_batch_vector_env
 from torchrl_lightning.environments.seeds import spawn_seeds
 
 T = 40
@@ -37,7 +37,7 @@ ENVS = {
 @pytest.mark.parametrize("name", ENVS)
 def test_rows_are_those_of_torchrls_rollout(name) -> None:
     make, policy = ENVS[name]
-    env = stepped_together(make())
+    env = as_batch_vector_env(make())
     n = env.num_envs
     collector = GymnasiumCollector(env, policy, frames_per_batch=n * T, seed=0)
     first, second = collector.rollout(), collector.rollout()
@@ -63,16 +63,16 @@ def test_unsupported_environments_are_stepped_by_torchrl() -> None:
         TransformedEnv(Walk([2]), StepCounter()),
         GymEnv("CartPole-v1"),
     ):
-        assert stepped_together(env) is None
+        assert as_batch_vector_env(env) is None
 
 
 def test_recipe_without_settings_keeps_a_batched_environment() -> None:
-    assert stepped_together(EnvironmentRecipe(CartPoles)()) is not None
-    assert stepped_together(EnvironmentRecipe(CartPoles, time_limit=9)()) is None
+    assert as_batch_vector_env(EnvironmentRecipe(CartPoles)()) is not None
+    assert as_batch_vector_env(EnvironmentRecipe(CartPoles, time_limit=9)()) is None
 
 
 def test_partial_reset_changes_only_its_copies_and_the_batch_is_closed() -> None:
-    env = stepped_together(CartPoles(3))
+    env = as_batch_vector_env(CartPoles(3))
     env.reset(seed=[5, 6, 7])
     before = env.step(np.array([0, 1, 0]))[0]
     after, _ = env.reset(options={"reset_mask": np.array([False, True, False])})
@@ -115,7 +115,7 @@ class OnlyTerminating(CartPoles):
 
 
 def test_end_is_truncated_only_if_it_is_not_terminated() -> None:
-    collector = GymnasiumCollector(stepped_together(OnlyTerminating()), frames_per_batch=2 * T, seed=0)
+    collector = GymnasiumCollector(as_batch_vector_env(OnlyTerminating()), frames_per_batch=2 * T, seed=0)
     rollout = collector.rollout()
     assert rollout["next", "done"].any()
     assert torch.equal(rollout["next", "terminated"], rollout["next", "done"])

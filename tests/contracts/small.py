@@ -141,21 +141,21 @@ class Running:
     """Moments are values: this holds the last ones."""
 
     def __init__(self) -> None:
-        self.moments = Moments.none(2)
+        self.moments = Moments.empty(2)
 
     def state_dict(self) -> Any:
         return self.moments.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        self.moments = Moments.none(2).restored(state, "moments")
+        self.moments = Moments.empty(2).restored(state, "moments")
 
     def merge(self, start: int) -> None:
-        self.moments = self.moments.merged(Moments.of(rewards(start).double()))
+        self.moments = self.moments.merged(Moments.from_samples(rewards(start).double()))
 
 
 class RunningOfThree(Running):
     def load_state_dict(self, state: Any) -> None:
-        Moments.none(3).restored(state, "moments")
+        Moments.empty(3).restored(state, "moments")
 
 
 @cache
@@ -177,12 +177,12 @@ def end_episodes(episodes: FinishedEpisodes) -> Any:
 
 def note_rewards(scale: RewardScale, start: int, ids: torch.Tensor | None = None) -> None:
     done = torch.arange(start, start + 10).view(2, 5, 1) % 4 == 3
-    scale.note(torch.ones(2, 5, 1) * start, done, ids, 0.99)
+    scale.update(torch.ones(2, 5, 1) * start, done, ids, 0.99)
 
 
 def reduce_rewards(scale: RewardScale) -> Any:
-    scale.note(torch.ones(2, 1, 1), torch.zeros(2, 1, 1, dtype=torch.bool), None, 0.99)
-    moments = scale.reduced()
+    scale.update(torch.ones(2, 1, 1), torch.zeros(2, 1, 1, dtype=torch.bool), None, 0.99)
+    moments = scale.pop_moments()
     return moments.count, moments.mean, moments.variance
 
 

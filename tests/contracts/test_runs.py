@@ -14,7 +14,7 @@ import torch
 from contracts.agents import FOREIGN, RUNS, Run
 from kit.runs import SaveAt, trainer
 from kit.states import check_refused, differences
-from torchrl_lightning._core.checksums import SEAL
+from torchrl_lightning._core.checksums import CHECKSUMS_KEY
 
 CASES = [
     pytest.param(name, number, id=f"{name}, {' '.join(str(part) for part in stop if part is not None)}")
@@ -36,7 +36,7 @@ def ended(run: L.Trainer, data: Any) -> dict[str, Any]:
     """All that a run is at its end, without what it took and how often it was begun."""
     run.save_checkpoint(Path(run.default_root_dir) / "end.ckpt")
     state = torch.load(Path(run.default_root_dir) / "end.ckpt", weights_only=True)
-    for name in ("loops", "callbacks", SEAL):
+    for name in ("loops", "callbacks", CHECKSUMS_KEY):
         state.pop(name, None)
     for rank in state[type(data).__name__].get("ranks", ()):
         rank.pop("snapshot", None)

@@ -233,7 +233,7 @@ def test_video_is_of_clipped_actions(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(gymnasium.wrappers, "RecordVideo", Film)
     data = data_of()
     data.setup("validate")
-    data.film(Far(), tmp_path / "film.mp4")
+    data.record_video(Far(), tmp_path / "film.mp4")
     assert (tmp_path / "film.mp4").read_text() == "True"
     data.close()
 
@@ -261,6 +261,6 @@ def test_format_keeps_whether_it_clips(space: Any) -> None:
 
 
 def test_format_does_not_clip_by_default() -> None:
-    form = ActionFormat.of_space(SPACES["float32"])
+    form = ActionFormat.from_space(SPACES["float32"])
     assert not form.clip
     assert form.to_environment(np.full((1, 2), 7, np.float32)).tolist() == [[7.0, 7.0]]

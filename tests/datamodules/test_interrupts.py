@@ -27,7 +27,7 @@ from kit.replay import dqn, replay_data
 from kit.runs import trainer
 from kit.states import differences
 from torchrl_lightning import BestCheckpoint, LastCheckpoint
-from torchrl_lightning._core.files import read_state
+from torchrl_lightning._core.files import read_state_folder
 from torchrl_lightning._core.interrupts import InterruptHolder, interrupts
 from torchrl_lightning.agents import DynamicsEnsemble, MLPNetwork, PPOModule, RandomShootingPlanner
 
@@ -90,7 +90,7 @@ def content(path: Path) -> dict[str, Any]:
     own = {key: value for key, value in own.items() if key != "metrics"}
     if "snapshot" in own:
         snapshot = own.pop("snapshot")
-        own["buffer"] = read_state(Path(snapshot["folder"]) / snapshot["name"])
+        own["buffer"] = read_state_folder(Path(snapshot["folder"]) / snapshot["name"])
     names = ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch")
     return {"data": own, "normalization": stored[name]["normalization"], **{each: stored[each] for each in names}}
 

@@ -208,7 +208,7 @@ def test_loaded_policy_and_evaluation_read_the_observations_of_the_module(traine
     loaded = load_policy(path, agent(PPO))
     shown = torch.arange(-8, 9)[:, None].double() / 4 + ORIGIN
     normalizer = loaded.policy.normalizer
-    assert normalizer.normalized("observation", shown).unique().numel() == 17
+    assert normalizer.normalize("observation", shown).unique().numel() == 17
     raw = data.evaluate(module.policy, 2)
     assert (data.evaluate(loaded, 2)["episode_length"] == raw["episode_length"]).all()
     assert play_episodes(partial(Clock, ORIGIN), loaded, 2)["episode_length"].tolist() == [20, 20]

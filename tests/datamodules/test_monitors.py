@@ -130,8 +130,8 @@ def test_early_stopping_and_checkpoints_find_the_metric_in_the_first_epoch(
     assert len(save.best_k_models) == 3
     assert all(math.isfinite(value) for value in stop.seen)
     assert stop.seen[-1] == float(run.callback_metrics[monitor])
-    if monitor in module.epoch_metrics:
-        assert stop.seen[-1] == module.epoch_metrics[monitor]
+    if monitor in module.last_epoch_metrics:
+        assert stop.seen[-1] == module.last_epoch_metrics[monitor]
 
 
 def test_early_stopping_ends_training_by_the_returns_of_training(tmp_path: Path) -> None:
@@ -227,8 +227,8 @@ def test_error_names_the_similar_metric_or_all_metrics(monitor: str, meant: str,
 class OwnPPO(PPOModule):
     """Logs a metric of its own."""
 
-    def report(self) -> dict[str, float]:
-        return {**super().report(), "mine": 1.0}
+    def epoch_metrics(self) -> dict[str, float]:
+        return {**super().epoch_metrics(), "mine": 1.0}
 
 
 class OwnBuffer(GAEBuffer):

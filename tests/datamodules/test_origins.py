@@ -88,18 +88,18 @@ def rollout(trajectories, done) -> TensorDict:
 
 def test_trajectory_keeps_its_number() -> None:
     origins = EnvIdTracker(InterleavedWorkers.num_workers)
-    assert env_ids(origins.numbered(rollout([[4, 4], [5, 7]], [[0, 1], [1, 0]]))).tolist() == [0, 1]
-    assert env_ids(origins.numbered(rollout([[6, 6], [8, 8]], [[0, 0], [0, 1]]))).tolist() == [0, 2]
-    assert env_ids(origins.numbered(rollout([[7, 7], [9, 9]], [[0, 0], [0, 0]]))).tolist() == [1, 2]
-    assert env_ids(origins.numbered(rollout([[9, 9], [6, 6]], [[0, 0], [0, 0]]))).tolist() == [2, 0]
+    assert env_ids(origins.with_env_ids(rollout([[4, 4], [5, 7]], [[0, 1], [1, 0]]))).tolist() == [0, 1]
+    assert env_ids(origins.with_env_ids(rollout([[6, 6], [8, 8]], [[0, 0], [0, 1]]))).tolist() == [0, 2]
+    assert env_ids(origins.with_env_ids(rollout([[7, 7], [9, 9]], [[0, 0], [0, 0]]))).tolist() == [1, 2]
+    assert env_ids(origins.with_env_ids(rollout([[9, 9], [6, 6]], [[0, 0], [0, 0]]))).tolist() == [2, 0]
 
 
 def test_rows_that_join_several_workers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'traj_ids'.* cat_results=\"stack\""):
-        EnvIdTracker(InterleavedWorkers.num_workers).numbered(rollout([[1, 1, 2, 2]], [[0, 0, 0, 0]]))
+        EnvIdTracker(InterleavedWorkers.num_workers).with_env_ids(rollout([[1, 1, 2, 2]], [[0, 0, 0, 0]]))
 
 
 def test_collector_without_workers_needs_no_numbers() -> None:
     given = rollout([[1, 1], [2, 2]], [[0, 0], [0, 0]])
-    assert EnvIdTracker(1).numbered(given) is given
+    assert EnvIdTracker(1).with_env_ids(given) is given
     assert env_ids(given) is None

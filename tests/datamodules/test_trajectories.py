@@ -15,7 +15,7 @@ from torchrl.envs import GymEnv, SerialEnv
 from kit.fake_ray import FakeRay, fake_ray
 from kit.replay import fit, replay_data
 from torchrl_lightning import ExperienceBuffer, ReplayService, RingStorage, RingWriter, UniformSampler
-from torchrl_lightning.environments.env_ids import Trajectories
+from torchrl_lightning.environments.env_ids import TrajectorySplitter
 
 STEPS = 5
 
@@ -102,7 +102,7 @@ def rollout(ids: list[list[int]], done: list[list[int]] | None = None) -> Tensor
 
 @pytest.mark.parametrize("form", [(), (1,)])
 def test_rollouts_are_split_where_ids_change_without_a_flag(form: tuple[int, ...]) -> None:
-    trajectories, rings = Trajectories(), torch.tensor([3, 1])
+    trajectories, rings = TrajectorySplitter(), torch.tensor([3, 1])
 
     def split(ids: list[list[int]], done: list[list[int]] | None = None) -> Any:
         data = rollout(ids, done)

@@ -53,7 +53,7 @@ def normalised(policy: Any, specs: EnvironmentSpecs) -> LoadedPolicy:
     """Lay a normaliser of uneven moments around a policy."""
     normalizer = ObservationNormalizer(specs, True, 3.0)
     rows = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)) * torch.tensor([0.1, 1.0, 10.0, 100.0]) + 7
-    normalizer.advance({"observation": Moments.of(rows)})
+    normalizer.advance({"observation": Moments.from_samples(rows)})
     return LoadedPolicy(NormalizedPolicy(policy, normalizer), specs)
 
 

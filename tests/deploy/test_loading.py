@@ -24,7 +24,7 @@ from torchrl_lightning import (
     play_episodes,
 )
 from torchrl_lightning._core import trust
-from torchrl_lightning._core.checksums import SEAL
+from torchrl_lightning._core.checksums import CHECKSUMS_KEY
 from torchrl_lightning.agents import MLPNetwork, PPOModule, RecurrentNetwork
 from torchrl_lightning.cli.config.instantiate import SaveConfig
 from torchrl_lightning.deploy.loading import CONFIG, extract_config
@@ -186,7 +186,7 @@ def test_exploring_policy_explores_as_much_as_when_it_was_saved(tmp_path):
     ],
 )
 def test_checkpoint_that_cannot_be_loaded_raises_the_reason(change, message, tmp_path, stored):
-    content = {**stored, SEAL: {}, **{key: value for key, value in change.items() if key != "model"}}
+    content = {**stored, CHECKSUMS_KEY: {}, **{key: value for key, value in change.items() if key != "model"}}
     if "model" in change:
         content["config"] = {"model": change["model"]}
     torch.save(content, tmp_path / "b.ckpt")
@@ -206,14 +206,14 @@ def test_checkpoint_that_cannot_be_loaded_raises_the_reason(change, message, tmp
 )
 def test_weights_with_nan_are_refused(tensor, message, tmp_path, stored):
     name = first_weight(stored)
-    torch.save({**stored, SEAL: {}, "state_dict": {**stored["state_dict"], name: tensor}}, tmp_path / "b.ckpt")
+    torch.save({**stored, CHECKSUMS_KEY: {}, "state_dict": {**stored["state_dict"], name: tensor}}, tmp_path / "b.ckpt")
     for module in (None, PPOModule(MLPNetwork([4]))):
         with pytest.raises(ValueError, match=message.format(name)):
             load_policy(tmp_path / "b.ckpt", module)
 
 
 def test_changed_bit_is_detected(tmp_path, stored):
-    assert set(stored[SEAL]) == {"state_dict", "optimizer_states", "OnPolicyDataModule"}
+    assert set(stored[CHECKSUMS_KEY]) == {"state_dict", "optimizer_states", "OnPolicyDataModule"}
     stored["state_dict"][first_weight(stored)].reshape(-1).view(torch.uint8)[0] ^= 1
     torch.save(stored, tmp_path / "b.ckpt")
     with pytest.raises(ValueError, match="'state_dict'"):
@@ -223,7 +223,7 @@ def test_changed_bit_is_detected(tmp_path, stored):
     again, run = PPOModule(MLPNetwork([4])), trainer(max_epochs=2)
     with pytest.raises(ValueError, match="damaged"):
         run.fit(again, datamodule=data, ckpt_path=tmp_path / "b.ckpt")
-    torch.save({key: value for key, value in stored.items() if key != SEAL}, tmp_path / "b.ckpt")
+    torch.save({key: value for key, value in stored.items() if key != CHECKSUMS_KEY}, tmp_path / "b.ckpt")
     load_policy(tmp_path / "b.ckpt")  # an earlier one has no checksums
 
 
@@ -232,7 +232,7 @@ def test_module_without_a_policy_is_named(tmp_path, stored):
         def configure_model(self):
             pass
 
-    torch.save({**stored, SEAL: {}, "state_dict": {}}, tmp_path / "b.ckpt")
+    torch.save({**stored, CHECKSUMS_KEY: {}, "state_dict": {}}, tmp_path / "b.ckpt")
     with pytest.raises(TypeError, match=r"Without.*`policy`"):
         load_policy(tmp_path / "b.ckpt", Without())
 

@@ -119,9 +119,12 @@ def test_columns_are_converted_to_observation_dtypes(spec, reads):
 @pytest.mark.parametrize("spec", [Categorical(3), Categorical(2, shape=(2,)), MultiCategorical([2, 3])])
 def test_categorical_observations_are_rejected(spec):
     targets = DynamicsTargets(Composite(a=Binary(2), b=OneHot(3), kind=spec), Categorical(2))
-    assert "the observation 'kind' is discrete" in targets.misfit()
+    assert "the observation 'kind' is discrete" in targets.incompatibility()
     options = {"observation_keys": ["a", "b"]}
-    assert DynamicsTargets(Composite(a=Binary(2), b=OneHot(3), kind=spec), Categorical(2), **options).misfit() is None
+    assert (
+        DynamicsTargets(Composite(a=Binary(2), b=OneHot(3), kind=spec), Categorical(2), **options).incompatibility()
+        is None
+    )
 
 
 def test_rollout_equals_its_rows():

@@ -46,7 +46,7 @@ WHOLE = {
 
 def contained(space: Any, actions: Any) -> bool:
     """Return whether a space has each action, in the type that it samples."""
-    form = ActionFormat.of_space(space)
+    form = ActionFormat.from_space(space)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return all(space.contains(form.single(actions[i : i + 1])) for i in range(len(actions)))
@@ -54,7 +54,7 @@ def contained(space: Any, actions: Any) -> bool:
 
 def both(space: Any, actions: Any, clip: bool = False) -> Any:
     """Convert an array and a tensor, which give the same in other memory."""
-    form = ActionFormat.of_space(space)
+    form = ActionFormat.from_space(space)
     result, twin = form.to_environment(actions, clip), form.to_environment(torch.from_numpy(actions), clip)
     assert isinstance(result, np.ndarray)
     assert not np.shares_memory(result, actions)
@@ -84,7 +84,7 @@ def test_actions_clamped_to_the_bounds_are_in_the_box(name: str, dtype: Any) -> 
 @pytest.mark.parametrize("name", [name for name in BOXES if name not in ("float16 without bounds", "near the limit")])
 def test_actions_beyond_a_bound_by_rounding_are_clipped(name: str) -> None:
     space = BOXES[name]
-    form = ActionFormat.of_space(space)
+    form = ActionFormat.from_space(space)
     for bound, away in ((space.low, -INF), (space.high, INF)):
         edge = bound.astype(np.float32)
         beyond = edge
@@ -106,7 +106,7 @@ def test_actions_beyond_a_bound_by_rounding_are_clipped(name: str) -> None:
 def test_numbers_that_are_not_finite_stay_what_they_are() -> None:
     result = both(BOXES["one"], np.array([[np.nan], [INF], [-INF]], np.float32))
     np.testing.assert_array_equal(result, [[np.nan], [INF], [-INF]])
-    assert ActionFormat.of_space(BOXES["one"]).outside(torch.tensor([[np.nan], [INF], [0.5]])).tolist() == [
+    assert ActionFormat.from_space(BOXES["one"]).outside(torch.tensor([[np.nan], [INF], [0.5]])).tolist() == [
         [True],
         [True],
         [False],
@@ -124,7 +124,7 @@ def test_actions_beyond_16_bits_become_the_largest_number() -> None:
 @pytest.mark.parametrize("dtype", [np.int64, np.float32, np.uint8])
 def test_whole_numbers_become_those_of_the_space(name: str, dtype: Any) -> None:
     space = WHOLE[name]
-    form = ActionFormat.of_space(space)
+    form = ActionFormat.from_space(space)
     actions = np.zeros((3, *form.spec_shape), dtype)
     actions[1], actions[2] = 1, 1
     result = both(space, actions)
@@ -168,7 +168,7 @@ def test_numbers_of_the_box_and_its_bounds_are_inside(bounds: list[float], value
 
 @pytest.mark.parametrize("space", [*BOXES.values(), *WHOLE.values()], ids=str)
 def test_format_comes_back_from_plain_data(space: Any) -> None:
-    form, file = ActionFormat.of_space(space), io.BytesIO()
+    form, file = ActionFormat.from_space(space), io.BytesIO()
     spec = space_to_spec(space, "action") if not form.start else None
     if spec is None:
         spec = space_to_spec(WHOLE["Discrete" if not form.shape else "MultiDiscrete"], "action")
@@ -194,7 +194,7 @@ def test_format_comes_back_from_plain_data(space: Any) -> None:
     ],
 )
 def test_spec_is_a_format_too(spec: Any, action: Any, expected: Any) -> None:
-    form = ActionFormat.of_spec(spec)
+    form = ActionFormat.from_spec(spec)
     result = form.to_environment(action)
     assert result.dtype == spec.dtype
     torch.testing.assert_close(result, torch.tensor(expected, dtype=spec.dtype))
@@ -203,7 +203,7 @@ def test_spec_is_a_format_too(spec: Any, action: Any, expected: Any) -> None:
 
 def test_actions_of_16_bits_have_a_larger_tolerance() -> None:
     space = BOXES["float64 of 0.1"]
-    form = ActionFormat.of_space(space)
+    form = ActionFormat.from_space(space)
     for dtype in (torch.bfloat16, torch.float16):
         result = form.to_environment(torch.tensor([[0.1, 0.3]], dtype=dtype)).numpy()
         assert contained(space, result)
@@ -217,7 +217,7 @@ def test_box_with_one_bound_is_drawn_as_gymnasium_draws_it() -> None:
     drawn = draw().double()
     expected = np.stack([space.sample() for _ in range(5000)])
     assert drawn.isfinite().all()
-    assert contained(space, ActionFormat.of_space(space).to_environment(drawn.float().numpy()))
+    assert contained(space, ActionFormat.from_space(space).to_environment(drawn.float().numpy()))
     np.testing.assert_allclose(drawn.mean(0), expected.mean(0), atol=0.1)
     np.testing.assert_allclose(drawn.std(0), expected.std(0), atol=0.1)
     for whole in ("scalar", "matrix", "float16 without bounds"):
@@ -225,10 +225,10 @@ def test_box_with_one_bound_is_drawn_as_gymnasium_draws_it() -> None:
 
 
 def test_scalar_box_gets_the_arrays_that_it_contains() -> None:
-    form = ActionFormat.of_space(BOXES["scalar"])
+    form = ActionFormat.from_space(BOXES["scalar"])
     single = form.single(form.to_environment(np.zeros((1, 1), np.float32)))
     assert isinstance(single, np.ndarray)
     assert single.shape == ()
-    choice = ActionFormat.of_space(WHOLE["Discrete int32"])
+    choice = ActionFormat.from_space(WHOLE["Discrete int32"])
     assert type(choice.single(choice.to_environment(np.zeros(1, int)))) is np.int32
     assert gymnasium.spaces.Discrete(9, dtype=np.int32).contains(choice.single(choice.to_environment(np.zeros(1, int))))

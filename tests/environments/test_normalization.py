@@ -13,7 +13,7 @@ from torchrl_lightning.environments.normalization import (
     NormalizedPolicy,
     ObservationNormalizer,
     normalizes,
-    scaled_by_torch,
+    standardize_traceable,
 )
 
 SPECS = EnvironmentSpecs(
@@ -30,19 +30,19 @@ SPECS = EnvironmentSpecs(
 
 def advanced(keys, rows):
     normalizer = ObservationNormalizer(SPECS, keys, 5.0)
-    normalizer.advance({key: Moments.of(value) for key, value in rows.items()})
+    normalizer.advance({key: Moments.from_samples(value) for key, value in rows.items()})
     return normalizer
 
 
 def test_entries_are_standardised_and_clipped():
     rows = torch.randn(100, 3) * torch.tensor([1.0, 10.0, 0.0]) + 4
     normalizer = advanced(["position"], {"position": rows})
-    out = normalizer.normalized("position", rows)
+    out = normalizer.normalize("position", rows)
     assert out.dtype is torch.float32
     torch.testing.assert_close(out[:, :2].mean(0), torch.zeros(2), atol=1e-5, rtol=0)
     torch.testing.assert_close(out[:, :2].std(0, correction=0), torch.ones(2))
     assert (out[:, 2] == 0).all()  # a constant
-    assert normalizer.normalized("position", torch.tensor([1e9, -1e9, 5.0])).tolist() == [5.0, -5.0, 5.0]
+    assert normalizer.normalize("position", torch.tensor([1e9, -1e9, 5.0])).tolist() == [5.0, -5.0, 5.0]
 
 
 OFFSETS = {
@@ -60,7 +60,7 @@ def of_type(dtype, shape=(1,), samples=None):
     spec = Unbounded(shape, dtype=dtype) if dtype.is_floating_point else Bounded(-1, 1, shape, dtype=dtype)
     normalizer = ObservationNormalizer(EnvironmentSpecs(Composite(clock=spec), Categorical(2), 1), True, 10.0)
     if samples is not None:
-        normalizer.advance({"clock": Moments.of(samples)})
+        normalizer.advance({"clock": Moments.from_samples(samples)})
     return normalizer
 
 
@@ -73,14 +73,14 @@ def test_small_differences_at_a_large_offset_are_kept(dtype, offset):
     normalizer = of_type(dtype, samples=values)
     expected = steps / steps.double().std(correction=0)
     for seen in (values, values.t().contiguous().t(), values.expand(60, 3)[:, ::3]):  # by the kernel, or by torch
-        result = normalizer.normalized("clock", seen)
+        result = normalizer.normalize("clock", seen)
         assert result.dtype is torch.float32
         torch.testing.assert_close(result.double(), expected.double(), atol=1e-4, rtol=0)
     result, refresh = normalizer.bind_value("clock", values)
     refresh()
-    assert torch.equal(result, normalizer.normalized("clock", values))
-    program = scaled_by_torch(values, *normalizer.constants("clock"), 10.0)
-    assert torch.equal(program, normalizer.normalized("clock", values))
+    assert torch.equal(result, normalizer.normalize("clock", values))
+    program = standardize_traceable(values, *normalizer.constants("clock"), 10.0)
+    assert torch.equal(program, normalizer.normalize("clock", values))
 
 
 @pytest.mark.parametrize("value", [0.1, 1e9 + 0.1, -123456.789, 1700000037.25])
@@ -90,12 +90,12 @@ def test_constant_becomes_exactly_zero(dtype, value):
     constant = (constant.clamp(-6e4, 6e4) if dtype is torch.float16 else constant).to(dtype)
     normalizer = of_type(dtype)
     for part in constant.split([1, 3, 7, 89]):
-        normalizer.advance({"clock": Moments.of(part)})
-        assert (normalizer.normalized("clock", constant) == 0).all()
+        normalizer.advance({"clock": Moments.from_samples(part)})
+        assert (normalizer.normalize("clock", constant) == 0).all()
     again = ObservationNormalizer.from_state(
         EnvironmentSpecs(Composite(clock=Unbounded(1, dtype=dtype)), Categorical(2), 1), normalizer.moments_state()
     )
-    assert (again.normalized("clock", constant) == 0).all()
+    assert (again.normalize("clock", constant) == 0).all()
 
 
 def test_type_of_the_values_counts_and_not_that_of_the_spec():
@@ -103,7 +103,7 @@ def test_type_of_the_values_counts_and_not_that_of_the_spec():
     wide = steps.double() + 1700000037
     normalizer = of_type(torch.float32, samples=wide)
     for values in (wide, steps + 1700000037):
-        assert normalizer.normalized("clock", values).unique().numel() == 3
+        assert normalizer.normalize("clock", values).unique().numel() == 3
 
 
 def test_single_precision_is_scaled_in_single_precision():
@@ -112,8 +112,8 @@ def test_single_precision_is_scaled_in_single_precision():
     moments = normalizer.moments["clock"]
     mean, factor = moments.mean.float(), (moments.variance + normalizer.epsilon).rsqrt().float()
     expected = ((rows - mean) * factor).clamp(-10.0, 10.0)
-    assert torch.equal(normalizer.normalized("clock", rows), expected)
-    assert torch.equal(scaled_by_torch(rows, *normalizer.constants("clock"), 10.0), expected)
+    assert torch.equal(normalizer.normalize("clock", rows), expected)
+    assert torch.equal(standardize_traceable(rows, *normalizer.constants("clock"), 10.0), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -121,15 +121,15 @@ def test_infinite_values_are_clipped_at_a_large_offset(dtype):
     normalizer = of_type(dtype, samples=torch.tensor([[1e9], [1e9 + 512]], dtype=dtype))
     for offset in (0, 1):  # aligned for the kernel, or not contiguous
         values = torch.tensor([[torch.inf, 0], [-torch.inf, 0], [1e9 + 256, 0]], dtype=dtype)[:, : 1 + offset][:, :1]
-        assert normalizer.normalized("clock", values).flatten().tolist() == [10.0, -10.0, 0.0]
+        assert normalizer.normalize("clock", values).flatten().tolist() == [10.0, -10.0, 0.0]
 
 
 def test_default_type_does_not_change_the_bits():
     rows = torch.randn(50, 3)
-    expected = of_type(torch.float32, (3,), rows).normalized("clock", rows)
+    expected = of_type(torch.float32, (3,), rows).normalize("clock", rows)
     torch.set_default_dtype(torch.float64)
     try:
-        result = of_type(torch.float32, (3,), rows).normalized("clock", rows)
+        result = of_type(torch.float32, (3,), rows).normalize("clock", rows)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(result, expected)
@@ -138,31 +138,31 @@ def test_default_type_does_not_change_the_bits():
 def test_epsilon_bounds_how_much_what_hardly_varies_is_enlarged():
     rows = {"position": torch.tensor([1.0, 2.0, 3.0]).repeat(4, 1)}
     given = ObservationNormalizer(SPECS, ["position"], 5.0, 1e-4)
-    given.advance({key: Moments.of(value) for key, value in rows.items()})
+    given.advance({key: Moments.from_samples(value) for key, value in rows.items()})
     near = torch.tensor([1.0, 2.02, 2.99])
-    torch.testing.assert_close(given.normalized("position", near), torch.tensor([0.0, 2.0, -1.0]), atol=1e-4, rtol=0)
-    assert advanced(["position"], rows).normalized("position", near).tolist() == [0.0, 5.0, -5.0]
+    torch.testing.assert_close(given.normalize("position", near), torch.tensor([0.0, 2.0, -1.0]), atol=1e-4, rtol=0)
+    assert advanced(["position"], rows).normalize("position", near).tolist() == [0.0, 5.0, -5.0]
     again = ObservationNormalizer.from_state(SPECS, given.moments_state())
-    assert torch.equal(again.normalized("position", near), given.normalized("position", near))
+    assert torch.equal(again.normalize("position", near), given.normalize("position", near))
 
 
 def test_observations_are_only_clipped_before_the_first_sample():
     normalizer = ObservationNormalizer(SPECS, ["position"], 5.0)
-    assert normalizer.normalized("position", torch.tensor([1.0, 9.0, -2.0])).tolist() == [1.0, 5.0, -2.0]
+    assert normalizer.normalize("position", torch.tensor([1.0, 9.0, -2.0])).tolist() == [1.0, 5.0, -2.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.uint8, torch.int64])
 def test_output_is_single_precision_for_all_inputs(dtype):
     normalizer = advanced(["position"], {"position": torch.rand(9, 3)})
-    assert normalizer.normalized("position", torch.ones(3, dtype=dtype)).dtype is torch.float32
+    assert normalizer.normalize("position", torch.ones(3, dtype=dtype)).dtype is torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_row_and_a_rollout_come_out_in_the_same_bits(dtype):
     normalizer = advanced(["position"], {"position": torch.randn(50, 3) * 100})
     rollout = (torch.randn(6, 5, 3, dtype=torch.float64) * 300).to(dtype)
-    whole = normalizer.normalized("position", rollout.transpose(0, 1))
-    rows = torch.stack([normalizer.normalized("position", rows) for rows in rollout], 1)
+    whole = normalizer.normalize("position", rollout.transpose(0, 1))
+    rows = torch.stack([normalizer.normalize("position", rows) for rows in rollout], 1)
     assert torch.equal(whole, rows)
     assert whole.abs().max() == 5.0
 
@@ -193,7 +193,7 @@ def test_state_and_specs_make_the_same_normaliser():
     again = ObservationNormalizer.from_state(SPECS, normalizer.moments_state())
     assert again.specs.observation == normalizer.specs.observation
     value = torch.rand(4, 3)
-    assert torch.equal(again.normalized("position", value), normalizer.normalized("position", value))
+    assert torch.equal(again.normalize("position", value), normalizer.normalize("position", value))
     with pytest.raises(ValueError, match="normalize_observation"):
         ObservationNormalizer(SPECS, ["position"], 5.0).load_moments(normalizer.moments_state())
 
@@ -213,7 +213,7 @@ def test_policy_sees_normalised_entries_and_the_environments_stay_raw():
     data = TensorDict({"position": raw.clone(), "goal": torch.zeros(2)}, [2])
     policy(data)
     assert torch.equal(data["position"], raw)
-    assert torch.equal(data["seen"], normalizer.normalized("position", raw))
+    assert torch.equal(data["seen"], normalizer.normalize("position", raw))
     assert normalizes(policy)
     assert normalizes(nn.Sequential(policy))
     assert not normalizes(Echo())
@@ -250,7 +250,7 @@ def test_hook_that_comes_later_sees_each_step():
 def test_rollouts_of_a_normalized_policy_are_raw_and_equal_the_learners_inputs(kind):
     collector = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=40, seed=0)
     normalizer = ObservationNormalizer(collector.specs, True, 10.0)
-    normalizer.advance({"observation": Moments.of(torch.rand(50, 4))})
+    normalizer.advance({"observation": Moments.from_samples(torch.rand(50, 4))})
     collector.policy = NormalizedPolicy(kind(), normalizer)
     batch = collector.rollout()
     collector.shutdown()

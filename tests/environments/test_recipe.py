@@ -16,7 +16,7 @@ from gymnasium.wrappers import RescaleObservation, TimeAwareObservation
 from kit.images import ImageAlone, Mission
 from torchrl_lightning import EnvironmentRecipe, GoalReward, make_vector_env
 from torchrl_lightning.environments import make_environment
-from torchrl_lightning.environments.recipe import differences, plain
+from torchrl_lightning.environments.recipe import differences, to_plain
 from torchrl_lightning.environments.wrappers.frame_stack import FrameStack
 
 
@@ -184,7 +184,7 @@ def test_setting_of_the_wrong_type_is_named(given: Any, settings: dict[str, Any]
     ],
 )
 def test_exports_are_saved_by_their_public_names(part, name):
-    assert plain(part) == name
+    assert to_plain(part) == name
 
 
 def test_value_that_one_of_two_recipes_lacks_is_a_difference() -> None:

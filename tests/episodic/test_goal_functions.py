@@ -28,7 +28,7 @@ from torchrl_lightning import (
 )
 from torchrl_lightning.environments.goals import EnvironmentGoals
 from torchrl_lightning.episodic.goal_functions import EnvironmentFunction
-from torchrl_lightning.replay.episode_transform import tell
+from torchrl_lightning.replay.episode_transform import set_goal_functions
 
 FIRST, MID, LAST = 0, 1, 2
 
@@ -113,7 +113,7 @@ def stored(env: Any, sampler: Any = None, *, goal_env: Any = None, **options: An
     buffer = ring(1000, 2, sampler, transform=HindsightRelabel(1.0, **options))
     buffer.extend(random_steps(env))
     if goal_env is not None:
-        tell(buffer.transform, EnvironmentGoals(goal_env))
+        set_goal_functions(buffer.transform, EnvironmentGoals(goal_env))
     return buffer
 
 

@@ -12,7 +12,7 @@ from hostile.readers import READERS
 from hostile.running import Base
 from kit.store import composed, composed_run
 from torchrl_lightning import save_pretrained
-from torchrl_lightning._core.checksums import SEAL
+from torchrl_lightning._core.checksums import CHECKSUMS_KEY
 
 TINY = ["data.num_envs=2", "data.frames_per_batch=64", "data.mini_batch_size=32", "data.num_epochs=1"]
 
@@ -29,7 +29,7 @@ def make_base(folder: Path) -> Base:
     assert done.returncode == 0, done.stderr
     checkpoint = run / "checkpoints" / "last.ckpt"
     stored = torch.load(checkpoint, weights_only=True)
-    stored.pop(SEAL)  # as somebody who changes it would do
+    stored.pop(CHECKSUMS_KEY)  # as somebody who changes it would do
     save_pretrained(run, folder / "published")
     configs = {
         "evaluate": composed("evaluate", "ckpt_path=a.ckpt", "histogram=null", "episodes=1"),

@@ -16,7 +16,7 @@ import torch
 
 from hostile.running import Base, Case
 from kit import hostile
-from torchrl_lightning._core.checksums import SEAL
+from torchrl_lightning._core.checksums import CHECKSUMS_KEY
 from torchrl_lightning.deploy.loading import CONFIG
 
 GB = 1 << 30
@@ -138,7 +138,7 @@ def _pickles(canary: str) -> dict[str, bytes | Any]:
         "a tensor alone": _pickled(_tensor(8, (8,), (1,))),
         "a stride of zero": _pickled({"x": _tensor(8, (10**6, 10**6), (0, 0))}),
         "a stride of zero in weights": _pickled(
-            {"state_dict": {"x": _tensor(8, (10**5, 10**5), (0, 0))}, SEAL: {"state_dict": 1}}
+            {"state_dict": {"x": _tensor(8, (10**5, 10**5), (0, 0))}, CHECKSUMS_KEY: {"state_dict": 1}}
         ),
         "overlapping rows": _pickled({"x": _tensor(8, (10**4, 4), (0, 1))}),
         "a negative stride": _pickled({"x": _tensor(8, (4,), (-1,))}),
@@ -321,9 +321,9 @@ VALUES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "weights of complex numbers": _weights(lambda value: value.to(torch.complex64)),
     "weights that are expanded": _weights(lambda value: torch.zeros(()).expand(value.shape)),
     "weights of a billion numbers": _set("state_dict", to={"x": torch.zeros(1).expand(10**9)}),
-    "checksums that are texts": _set(SEAL, to={"state_dict": "x"}),
-    "checksums of what is not there": _set(SEAL, to={"\x1b[31m": 1}),
-    "checksums that are a list": _set(SEAL, to=[1]),
+    "checksums that are texts": _set(CHECKSUMS_KEY, to={"state_dict": "x"}),
+    "checksums of what is not there": _set(CHECKSUMS_KEY, to={"\x1b[31m": 1}),
+    "checksums that are a list": _set(CHECKSUMS_KEY, to=[1]),
     "a config that is a text": _set(CONFIG, to="\x1b[31m"),
     "a config that is empty": _set(CONFIG, to={}),
     "a command that is a text": _set("command", to="x"),

@@ -18,7 +18,7 @@ from cli.written_runs import keep, write_run
 from hostile.running import Base, Case
 from kit import hostile
 from torchrl_lightning import ExperienceBuffer, RingStorage
-from torchrl_lightning._core.files import MANIFEST, write_state
+from torchrl_lightning._core.files import MANIFEST, write_state_folder
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ def _written(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path, Base, s
 
     def write(sent: Path, base: Base, canary: str) -> Path:
         state = _state()
-        write_state(sent / "state", change(state) or state)
+        write_state_folder(sent / "state", change(state) or state)
         return sent / "state"
 
     return write
@@ -47,7 +47,7 @@ def _manifest(change: Callable[[Path, dict[str, Any]], Any]) -> Callable[[Path, 
 
     def write(sent: Path, base: Base, canary: str) -> Path:
         folder = sent / "state"
-        write_state(folder, _state())
+        write_state_folder(folder, _state())
         path = folder / MANIFEST
         written = json.loads(path.read_text())
         changed = change(folder, written["content"])

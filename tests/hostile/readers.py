@@ -19,7 +19,7 @@ from torchrl_lightning import (
     read_demonstration,
     save_pretrained,
 )
-from torchrl_lightning._core.files import read_state
+from torchrl_lightning._core.files import read_state_folder
 from torchrl_lightning.cli.error_messages import exit_with_one_line
 from torchrl_lightning.cli.evaluate import evaluate
 from torchrl_lightning.cli.record import record
@@ -123,7 +123,7 @@ READERS: dict[str, dict[str, Reader]] = {
         "resume": _resume,
     },
     "state": {
-        "read_state": lambda path, base: read_state(path),
+        "validate_state": lambda path, base: read_state_folder(path),
         "inspect": _inspect,
         "ExperienceBuffer.loads": _buffer,
         "GAEBuffer.loads": _rollout,

@@ -23,7 +23,7 @@ from torchrl_lightning import (
     inspect_buffer,
     write_demonstration,
 )
-from torchrl_lightning._core.files import MANIFEST, read_state, write_state
+from torchrl_lightning._core.files import MANIFEST, read_state_folder, write_state_folder
 from torchrl_lightning.cli.inspect import inspect_path, main
 from torchrl_lightning.inspection.report import Inspection, inspect_state
 
@@ -271,8 +271,8 @@ def test_deduplicated_frames_are_shown_and_diagnosed_as_images(tmp_path, saved):
     buffer, stacks = stacked_buffer(600, 64)
     state = copy.deepcopy(buffer.state_dict())
     if saved:
-        write_state(tmp_path / "state", state)
-        state = read_state(tmp_path / "state", streamed=True)
+        write_state_folder(tmp_path / "state", state)
+        state = read_state_folder(tmp_path / "state", streamed=True)
     inspection = inspect_state(state, "it")
     (summary,) = inspection.summaries
     entry = summary.entry("observation")
@@ -299,12 +299,12 @@ def test_constant_frames_are_diagnosed():
 
 
 def test_manifest_with_too_many_values_raises_before_parsing(tmp_path):
-    write_state(tmp_path / "state", state_of())
+    write_state_folder(tmp_path / "state", state_of())
     (tmp_path / "state" / MANIFEST).write_text("[" + "[]," * 1_000_000 + "[]]")
     with pytest.raises(ValueError, match=r"at most .* values, got"):
-        read_state(tmp_path / "state")
+        read_state_folder(tmp_path / "state")
     with pytest.raises(ValueError, match="can be read again"):
-        write_state(tmp_path / "other", {"x": [0] * 1_000_001})
+        write_state_folder(tmp_path / "other", {"x": [0] * 1_000_001})
     assert not (tmp_path / "other").exists()
 
 
@@ -313,7 +313,7 @@ def test_inspect_command_shows_or_rejects_a_saved_state(tmp_path, capsys, kind):
     state = state_of(REWARDS["huge"] if kind == "huge" else None)
     if kind == "zero":
         state["writer"]["length"] = 0
-    write_state(tmp_path / "state", state)
+    write_state_folder(tmp_path / "state", state)
     page = tmp_path / "page.html"
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -18,7 +18,7 @@ from torchrl_lightning import (
     RingStorage,
     inspect_buffer,
 )
-from torchrl_lightning._core.files import MappedTensor, read_state
+from torchrl_lightning._core.files import MappedTensor, read_state_folder
 from torchrl_lightning.inspection import buffer_views
 from torchrl_lightning.inspection.diagnostics import findings
 from torchrl_lightning.inspection.episode_gallery import ENDS, episodes_in
@@ -107,7 +107,7 @@ def test_saved_buffer_read_in_chunks_has_the_same_summary(tmp_path, monkeypatch)
     buffer, _ = filled(rounds=(120, 60))
     buffer.dumps(tmp_path / "saved")
     monkeypatch.setattr("torchrl_lightning._core.files._STREAMED_BYTES", 16)
-    state = read_state(tmp_path / "saved", streamed=True)
+    state = read_state_folder(tmp_path / "saved", streamed=True)
     assert isinstance(state["storage"]["data"]["observation"], MappedTensor)
     assert str(inspect_state(state, "it")) == str(inspect_buffer(buffer, name="it"))
 
@@ -261,8 +261,8 @@ def test_empty_buffer_and_foreign_objects():
         inspect_buffer("RUN")
     with pytest.raises(ValueError, match="it has no buffer"):
         inspect_state({"weights": {}}, "it")
-    assert episodes_in(next(buffer_views.contents_in(ExperienceBuffer().state_dict(), "it"))) is None
-    assert summarize(next(buffer_views.contents_in(ExperienceBuffer().state_dict(), "it"))).ages is None
+    assert episodes_in(next(buffer_views.find_buffers(ExperienceBuffer().state_dict(), "it"))) is None
+    assert summarize(next(buffer_views.find_buffers(ExperienceBuffer().state_dict(), "it"))).ages is None
 
 
 @pytest.mark.parametrize("piece", [buffer_views.CHUNK_BYTES, 300])

@@ -22,7 +22,7 @@ def test_counts_and_ages_match_the_sampled_steps(uneven):
         for env in envs:
             positions[env] += 1
         batch = buffer.sample(6)
-        counter.note(batch["index"], batch["write_position"])
+        counter.update(batch["index"], batch["write_position"])
         for env, step in zip(batch["env"].ravel().tolist(), batch["step"].ravel().tolist(), strict=True):
             counted[env, step] = counted.get((env, step), 0) + 1
             ages.append(positions[env] - 1 - step)
@@ -31,6 +31,6 @@ def test_counts_and_ages_match_the_sampled_steps(uneven):
     sampled_cells = [cell for cell in expected if counter.counts[cell] and expected[cell]]
     assert [counter.counts[cell] for cell in sampled_cells] == [expected[cell] for cell in sampled_cells]
     assert {cell for cell, count in expected.items() if count} == set(sampled_cells)
-    assert counter.number == len(ages) == 240
+    assert counter.num_samples == len(ages) == 240
     assert counter.mean_age == np.mean(ages)
     assert counter.ages.tolist() == np.bincount(np.array(ages) * AGE_BINS // 10, minlength=AGE_BINS).tolist()

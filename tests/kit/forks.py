@@ -28,7 +28,7 @@ import torch
 
 from kit.processes import environment
 from torchrl_lightning.cli.run_folder.folder import locked
-from torchrl_lightning.environments.workers.threads import kept_threads
+from torchrl_lightning.environments.workers.threads import preserve_num_threads
 
 _FORK, _BARE = multiprocessing.get_context("fork"), multiprocessing.get_context("forkserver")
 _LIBRARIES = ["torch", "torchrl.collectors", "torchrl.objectives", "lightning", "gymnasium", "hydra", "numba"]
@@ -37,7 +37,7 @@ _LIBRARIES = ["torch", "torchrl.collectors", "torchrl.objectives", "lightning", 
 @contextmanager
 def forked_workers() -> Iterator[None]:
     """Fork the processes that start here, of collectors and vector environments, where users' are spawned."""
-    with mock.patch.object(multiprocessing, "get_context", return_value=_FORK), kept_threads():
+    with mock.patch.object(multiprocessing, "get_context", return_value=_FORK), preserve_num_threads():
         torch.set_num_threads(1)  # a forked process has no others
         yield
 
@@ -75,7 +75,7 @@ class Forked:
                 forkserver.ensure_running()
         known = environment() | dict(variables or {})
         self._process = context.Process(target=_run, args=(run, folder, self._file, known, session))
-        with kept_threads():
+        with preserve_num_threads():
             torch.set_num_threads(1)  # a forked process has no others
             self._process.start()
         assert self._process.pid is not None

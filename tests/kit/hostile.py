@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 
 from kit.runs import trainer
 from torchrl_lightning import EnvironmentRecipe, MLPNetwork, OnPolicyDataModule, PPOModule
-from torchrl_lightning._core.checksums import SEAL
+from torchrl_lightning._core.checksums import CHECKSUMS_KEY
 from torchrl_lightning.deploy.loading import CONFIG
 
 MODULE = "hostile_module"  # what it does when it is imported, a test decides
@@ -47,7 +47,7 @@ def checkpoint_of_a_run(folder: Path) -> dict[str, Any]:
     run.fit(PPOModule(MLPNetwork([4])), datamodule=data)
     run.save_checkpoint(folder / "a.ckpt")
     stored = torch.load(folder / "a.ckpt", weights_only=True)
-    del stored[SEAL]
+    del stored[CHECKSUMS_KEY]
     return stored
 
 

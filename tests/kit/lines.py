@@ -90,7 +90,7 @@ def actor_of(env: Any, network: Any = None, normalised: bool = False) -> Any:
     if not normalised:
         return actor
     normalizer = ObservationNormalizer(specs, ["observation"], clip=10.0)
-    normalizer.advance({"observation": Moments.of(torch.randn(9, 1) * 30 + 40)})
+    normalizer.advance({"observation": Moments.from_samples(torch.randn(9, 1) * 30 + 40)})
     return NormalizedPolicy(actor, normalizer)
 
 

@@ -48,12 +48,12 @@ class FollowedReplay:
     def for_worker(self, seed: int) -> FollowedReplay:
         return FollowedReplay(self.num_envs, self.content, seed)
 
-    def contents(self) -> int:
+    def snapshot(self) -> int:
         return self.content
 
-    def news(self, since: int) -> int:
+    def delta(self, since: int) -> int:
         self.told.append(since)
         return self.content - since
 
-    def follow(self, news: int) -> None:
-        self.content += news
+    def apply_delta(self, delta: int) -> None:
+        self.content += delta

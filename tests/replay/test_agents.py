@@ -18,7 +18,7 @@ from torchrl_lightning import (
     RingWriter,
     SequenceSampler,
 )
-from torchrl_lightning.replay.episode_index import FlagsDifferError, flag_of
+from torchrl_lightning.replay.episode_index import FlagsDifferError, reduce_flags
 
 NO, ONE, BOTH = [False, False], [True, False], [True, True]
 
@@ -124,5 +124,5 @@ def test_unknown_reduction_is_refused(value: Any) -> None:
 
 def test_single_flag_per_row_needs_no_reduction() -> None:
     flags = torch.tensor([[[True]], [[False]]])
-    assert flag_of(flags, 1).tolist() == [[True, False]]
-    assert flag_of(torch.tensor([[1.0, 1.0], [0.0, 0.0]]), 2).tolist() == [[True], [False]]
+    assert reduce_flags(flags, 1).tolist() == [[True, False]]
+    assert reduce_flags(torch.tensor([[1.0, 1.0], [0.0, 0.0]]), 2).tolist() == [[True], [False]]

@@ -239,7 +239,7 @@ def test_rings_of_a_process_that_died_while_writing_are_dropped(where: str, capl
             writer.notify = lambda _: die()  # type: ignore[method-assign]
         if where == "copies":  # row by row, because bytes of another device or layout are not copied
             storage.cells.match = lambda data, _: (  # type: ignore[method-assign, union-attr]
-                [data.get(path) for path in storage.cells.places], None,
+                [data.get(path) for path in storage.cells.leaf_index], None,
             )  # fmt: skip
             storage.cells.scatter = lambda *_: die()  # type: ignore[method-assign, union-attr]
         buffer.extend(step(20)[:2], env_ids=ids)

@@ -25,7 +25,7 @@ from kit.rows import numbered
 from kit.states import GONE, changed, differences, entries
 from torchrl_lightning import DynamicsTargets
 from torchrl_lightning._core import files
-from torchrl_lightning._core.files import read_state, write_state
+from torchrl_lightning._core.files import read_state_folder, write_state_folder
 from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage
 
 ENVS, SIZE = 3, 21
@@ -128,7 +128,7 @@ def test_damaged_and_hostile_states_change_nothing(damage: object, tmp_path: Pat
 
 
 def test_edited_manifest_is_rejected(tmp_path: Path) -> None:
-    write_state(tmp_path, {"a": torch.arange(3), "b": {"c": (1, [2.5, "x"])}})
+    write_state_folder(tmp_path, {"a": torch.arange(3), "b": {"c": (1, [2.5, "x"])}})
     whole = (tmp_path / "state.json").read_text()
     for path, _ in entries(json.loads(whole)["content"]):
         for wrong in (None, -1, 1 << 70, 0.5, [[1]], {"__tensor__": 1}, {"__tuple__": 3}):
@@ -139,10 +139,10 @@ def test_edited_manifest_is_rejected(tmp_path: Path) -> None:
             (tmp_path / "state.json").write_text(whole)
             edit(change, sign=False)(tmp_path)
             with pytest.raises(ValueError, match="damaged or foreign"):
-                read_state(tmp_path)
+                read_state_folder(tmp_path)
             edit(lambda content: None)(tmp_path)  # signs it: another state, or none
             with contextlib.suppress(ValueError):
-                assert isinstance(read_state(tmp_path), dict)
+                assert isinstance(read_state_folder(tmp_path), dict)
 
 
 @pytest.mark.parametrize("exists", [False, True])

@@ -159,7 +159,7 @@ INVALID_VALUES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", INVALID_VALUES)
 def test_parameter_is_validated_on_construction_and_update(name: str) -> None:
-    cls: type[VanillaOnPolicyBuffer] = VTraceBuffer if name in VTraceBuffer.changeable else GAEBuffer
+    cls: type[VanillaOnPolicyBuffer] = VTraceBuffer if name in VTraceBuffer.mutable_settings else GAEBuffer
     buffer = cls(5)
     value = getattr(buffer, name)
     for call in (

@@ -18,7 +18,7 @@ from torchrl_lightning._core.file_limits import (
     ELEMENTS_PER_BYTE,
 )
 
-SEAL = "checksums"  # checkpoint entry with the checksums of other entries
+CHECKSUMS_KEY = "checksums"  # checkpoint entry with the checksums of other entries
 _CHUNK = 1 << 24  # bytes
 _Path = tuple[Any, Any] | None  # the path of the parent, and the key in the parent
 
@@ -53,7 +53,7 @@ def _node_bytes(node: Any) -> Iterator[Any]:
             yield from _node_bytes(entry)
     elif isinstance(node, Tensor):
         yield f"{node.dtype} {list(node.shape)}".encode()
-        if is_plain(node):
+        if is_dense_tensor(node):
             yield from _tensor_bytes(node)
     elif node is None or type(node) in (bool, int, float, str):
         yield f"{type(node).__name__} {node!r}".encode(errors="replace")
@@ -80,12 +80,12 @@ def iter_chunks(rows: Any) -> Iterator[Any]:
         yield chunk.as_strided([chunk.numel()], [1]).view(torch.uint8).numpy()
 
 
-def is_plain(tensor: Tensor) -> bool:
+def is_dense_tensor(tensor: Tensor) -> bool:
     """Return whether a tensor is strided and not meta, quantized or nested; tensors from files must be plain."""
     return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized and not tensor.is_nested
 
 
-def with_own_numbers(node: Any) -> Any:
+def copy_expanded_tensors(node: Any) -> Any:
     """Return a node of a checkpoint with copies of expanded tensors, because readers reject repeated memory.
 
     Examples:
@@ -93,10 +93,12 @@ def with_own_numbers(node: Any) -> Any:
         (1,)
     """
     if isinstance(node, Tensor):
-        return node.contiguous() if is_plain(node) and _is_expanded(node) else node
+        return node.contiguous() if is_dense_tensor(node) and _is_expanded(node) else node
     if isinstance(node, Mapping):
         changed = {
-            key: copied_entry for key, entry in node.items() if (copied_entry := with_own_numbers(entry)) is not entry
+            key: copied_entry
+            for key, entry in node.items()
+            if (copied_entry := copy_expanded_tensors(entry)) is not entry
         }
         if not changed or not isinstance(node, dict):
             return node
@@ -104,7 +106,7 @@ def with_own_numbers(node: Any) -> Any:
         copied_mapping.update(changed)
         return copied_mapping
     if type(node) in (list, tuple):
-        entries = [with_own_numbers(entry) for entry in node]
+        entries = [copy_expanded_tensors(entry) for entry in node]
         is_same = all(copied_entry is entry for copied_entry, entry in zip(entries, node, strict=True))
         return node if is_same else type(node)(entries)
     return node
@@ -113,7 +115,7 @@ def with_own_numbers(node: Any) -> Any:
 def add_checksums(checkpoint: dict[str, Any], *entries: str) -> None:
     """Add the checksums of these entries to a checkpoint; skip missing entries."""
     sums = {name: checksum(checkpoint[name]) for name in entries if name in checkpoint}
-    checkpoint[SEAL] = {**checkpoint.get(SEAL, {}), **sums}
+    checkpoint[CHECKSUMS_KEY] = {**checkpoint.get(CHECKSUMS_KEY, {}), **sums}
 
 
 def verify_checksums(checkpoint: Mapping[str, Any], where: str) -> None:
@@ -124,7 +126,7 @@ def verify_checksums(checkpoint: Mapping[str, Any], where: str) -> None:
     """
     for name in invalid_tensors(checkpoint):
         raise ValueError(f"{where} has a tensor without numbers of its own, {name}; use another checkpoint")
-    sums = checkpoint.get(SEAL, {})
+    sums = checkpoint.get(CHECKSUMS_KEY, {})
     if not isinstance(sums, Mapping):
         raise ValueError(
             f"{where} must have a dict of checksums as 'checksums', got a {type(sums).__name__}; use another checkpoint"
@@ -154,7 +156,7 @@ def invalid_tensors(checkpoint: Mapping[str, Any]) -> Iterator[str]:
                 f"the checkpoint has more than {CHECKPOINT_VALUES} values, or more than {CHECKPOINT_DEPTH} levels"
             )
         if isinstance(node, Tensor):
-            if not is_plain(node) or _is_expanded(node):
+            if not is_dense_tensor(node) or _is_expanded(node):
                 yield _dotted_name(path)
                 continue
             elements += node.nbytes

@@ -1,4 +1,4 @@
-"""User errors, and checks of compatibility: the method ``misfit`` of a part returns a reason or None."""
+"""User errors, and checks of compatibility: the method ``incompatibility`` of a part returns a reason or None."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_compatible(part: Any, *others: Any) -> None:
 
     Examples:
         >>> class Stack:
-        ...     def misfit(self, specs, learner):
+        ...     def incompatibility(self, specs, learner):
         ...         return None if len(specs) == 3 else f"a stack needs images, got {specs}."
         >>> check_compatible(Stack(), [84, 84, 3], None)
         >>> check_compatible(Stack(), [4], None)
@@ -28,7 +28,7 @@ def check_compatible(part: Any, *others: Any) -> None:
             ...
         torchrl_lightning._core.errors.IncompatibleError: a stack needs images, got [4].
     """
-    check = getattr(part, "misfit", None)
+    check = getattr(part, "incompatibility", None)
     if check is not None and (reason := check(*others)) is not None:
         raise IncompatibleError(reason)
 
@@ -66,7 +66,7 @@ def check_precision(trainer: Any) -> None:
         )
 
 
-def learning_dtype(trainer: Any) -> Any:
+def autocast_dtype(trainer: Any) -> Any:
     """Return the dtype of the autocast around a trainer's training step; None without autocast.
 
     Examples:

@@ -164,7 +164,7 @@ class StateFilesMixin:
         Raises:
             OSError: The disk is full or not writable; an earlier state stays intact.
         """
-        write_state(Path(path), self.state_dict(copy=False))
+        write_state_folder(Path(path), self.state_dict(copy=False))
 
     def loads(self: Any, path: str | Path) -> None:
         """Read the state from a folder.
@@ -173,7 +173,7 @@ class StateFilesMixin:
             FileNotFoundError: The folder has no state.
             ValueError: The state is damaged, foreign, or does not fit; nothing is changed.
         """
-        self.load_state_dict(read_state(Path(path)))
+        self.load_state_dict(read_state_folder(Path(path)))
 
 
 class NoCheckpointerMixin(StateFilesMixin):
@@ -204,7 +204,7 @@ class ChunkedTensor:
         return self.leaf.index_select(0, self.cells[rows].to(self.leaf.device))
 
 
-def write_state(folder: Path, state: Mapping[str, Any]) -> None:
+def write_state_folder(folder: Path, state: Mapping[str, Any]) -> None:
     """Write nested dicts, lists, tensors (or :class:`ChunkedTensor`) and scalars to a folder, atomically.
 
     A new folder appears only when it is complete. In an existing folder, the manifest is replaced last, after the
@@ -301,8 +301,8 @@ class MappedTensor:
         return flat.view(-1, *self.shape[1:]) if row_bytes else flat.new_empty(max(stop - start, 0), *self.shape[1:])
 
 
-def read_state(folder: Path, *, streamed: bool = False) -> dict[str, Any]:
-    """Read and validate a state that :func:`write_state` wrote; tensors are mapped from the file, not loaded.
+def read_state_folder(folder: Path, *, streamed: bool = False) -> dict[str, Any]:
+    """Read and validate a state that :func:`write_state_folder` wrote; tensors are mapped from the file, not loaded.
 
     With ``streamed``, large tensors are :class:`MappedTensor`, which keep no pages in memory.
     """

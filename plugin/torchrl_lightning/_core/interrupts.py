@@ -24,11 +24,11 @@ class InterruptHolder:
     Attributes:
         pending: Whether a Ctrl-C is held.
         between_steps: Whether the last step is complete and nothing of the next one has changed the run.
-        is_torn: Whether a second Ctrl-C stopped the run within a step; its state is then inconsistent.
+        interrupted_within_step: Whether a second Ctrl-C stopped the run within a step; its state is then inconsistent.
     """
 
     def __init__(self) -> None:
-        self.pending = self.between_steps = self.is_torn = False
+        self.pending = self.between_steps = self.interrupted_within_step = False
         self._owner: object = None
         self._process = -1
         self._raises_now = False
@@ -49,7 +49,7 @@ class InterruptHolder:
         self._owner = None
         if signal.getsignal(signal.SIGINT) == self._handle:  # Lightning ignores it while it shuts down
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        pending, self.pending, self.is_torn = self.pending, False, False
+        pending, self.pending, self.interrupted_within_step = self.pending, False, False
         return pending
 
     def check(self) -> None:
@@ -59,7 +59,7 @@ class InterruptHolder:
             raise KeyboardInterrupt
 
     @contextmanager
-    def not_held(self) -> Iterator[None]:
+    def interruptible(self) -> Iterator[None]:
         """Let Ctrl-C act immediately within a block that can be aborted without side effects."""
         self.check()
         self._raises_now = True
@@ -75,7 +75,7 @@ class InterruptHolder:
             self._raises_now = False
             raise KeyboardInterrupt
         if self.pending:
-            self.pending, self.is_torn = False, True
+            self.pending, self.interrupted_within_step = False, True
             raise KeyboardInterrupt
         self.pending = True
         os.write(2, _NOTICE)  # print is not safe in a signal handler

@@ -64,7 +64,7 @@ UNNAMEABLE = frozenset({"shape", "device", "dtype", "space", ""})
 """Names that no entry of a TorchRL ``Composite`` can have, at its root or below."""
 
 
-def check_names(paths: Iterable[tuple[Any, ...]]) -> None:
+def check_spec_names(paths: Iterable[tuple[Any, ...]]) -> None:
     """Validate the names of an observation's entries; raise ValueError if TorchRL's specs cannot hold one.
 
     Args:
@@ -80,7 +80,7 @@ data.env.rename=...), or leave them out by its drop=.
     invalid = {path: name for path in paths for name in [path[-1]] if not _is_nameable(name)}
     if not invalid:
         return
-    keys = [joined(path) for path in invalid]
+    keys = [dotted_name(path) for path in invalid]
     new_names = [
         f"last_{name}" if name in UNNAMEABLE and name else f"entry_{position}"
         for position, name in enumerate(invalid.values())
@@ -94,7 +94,7 @@ data.env.rename=...), or leave them out by its drop=.
     )
 
 
-def joined(path: tuple[Any, ...]) -> str:
+def dotted_name(path: tuple[Any, ...]) -> str:
     """Return the path of an entry in the notation of settings, such as ``arm.position``."""
     return ".".join(map(str, path))
 
@@ -104,7 +104,7 @@ def _is_nameable(name: Any) -> bool:
     return all(isinstance(part, str) and part not in UNNAMEABLE for part in parts)
 
 
-def check_observed(names: Iterable[str], suggestions: Mapping[str, str] = MappingProxyType({})) -> None:
+def check_not_reserved(names: Iterable[str], suggestions: Mapping[str, str] = MappingProxyType({})) -> None:
     """Validate the names of an observation's entries; raise ValueError if a name is reserved.
 
     Args:

@@ -69,7 +69,7 @@ def check_free_memory(
         )
 
 
-def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def allocate_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate an uninitialised tensor; on the CPU by NumPy, because its huge pages speed up scattered reads."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size:
@@ -77,7 +77,7 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     return allocate(size, torch.uint8, device).view(dtype).view(shape)
 
 
-def packed_rows(leaf: Tensor, cells: Tensor | int) -> Tensor:
+def pack_rows(leaf: Tensor, cells: Tensor | int) -> Tensor:
     """Copy the first ``cells`` rows, or the rows at these indices, so that a pickle does not include the other rows.
 
     A ``MemoryMappedTensor`` is returned unchanged: its pickle refers to the file, which the copy then shares.
@@ -89,11 +89,11 @@ def packed_rows(leaf: Tensor, cells: Tensor | int) -> Tensor:
     return leaf.index_select(0, cells.to(leaf.device))
 
 
-def unpacked_rows(rows: Tensor, cells: Tensor | int, count: int) -> Tensor:
+def unpack_rows(rows: Tensor, cells: Tensor | int, count: int) -> Tensor:
     """Allocate ``count`` rows, and copy packed rows to their indices."""
     if isinstance(rows, MemoryMappedTensor):
         return rows
-    leaf = reserve((count, *rows.shape[1:]), rows.dtype, rows.device)
+    leaf = allocate_tensor((count, *rows.shape[1:]), rows.dtype, rows.device)
     if isinstance(cells, int):
         leaf[:cells] = rows
     else:
@@ -101,15 +101,15 @@ def unpacked_rows(rows: Tensor, cells: Tensor | int, count: int) -> Tensor:
     return leaf
 
 
-def packed_tree(tree: Tree, cells: Tensor | int) -> Tree:
+def pack_tree(tree: Tree, cells: Tensor | int) -> Tree:
     """Copy the first ``cells`` rows of all leaves, or the rows at these indices."""
-    return map_leaves(lambda leaf: packed_rows(leaf, cells), tree)
+    return map_leaves(lambda leaf: pack_rows(leaf, cells), tree)
 
 
-def unpacked_tree(tree: Tree, cells: Tensor | int, count: int) -> Tree:
+def unpack_tree(tree: Tree, cells: Tensor | int, count: int) -> Tree:
     """Allocate ``count`` rows of all leaves, and copy packed rows to their indices."""
     with torch.inference_mode(False):
-        return map_leaves(lambda rows: unpacked_rows(rows, cells, count), tree)
+        return map_leaves(lambda rows: unpack_rows(rows, cells, count), tree)
 
 
 class UnnamedFile:
@@ -134,7 +134,7 @@ class UnnamedFile:
             return cls(os.dup(file.fileno()))
 
     @property
-    def can_be_opened(self) -> bool:
+    def supports_reopening(self) -> bool:
         """Whether the system lets other processes open the files of this one (Linux)."""
         return DESCRIPTORS.exists()
 
@@ -176,10 +176,10 @@ def map_cells(folder: Path, tree: Tree, rows: int) -> tuple[Tree, UnnamedFile]:
         OSError: The folder is not writable, or its disk has too little space; the message gives both numbers.
     """
     file = UnnamedFile.create(folder, _offsets(tree, rows)[-1])
-    return mapped_tree(file, tree, rows), file
+    return map_tree(file, tree, rows), file
 
 
-def mapped_tree(file: UnnamedFile, tree: Tree, rows: int) -> Tree:
+def map_tree(file: UnnamedFile, tree: Tree, rows: int) -> Tree:
     """Map leaves like the leaves of ``tree``, with ``rows`` rows each, from a file that :func:`map_cells` created."""
     *offsets, total = _offsets(tree, rows)
     memory, leaf_offsets = mmap.mmap(file.descriptor, total), iter(offsets)

@@ -31,7 +31,7 @@ class _LogMetricsOverClock:
         type(connector).log_metrics(connector, metrics, step)
 
 
-def count_rows_by_clock(trainer: Any) -> None:
+def log_over_clock(trainer: Any) -> None:
     """Use the DataModule's frame count as the step of all logged rows of a trainer.
 
     A logged metric ``step`` would have the same effect, but Lightning also names checkpoints by it.
@@ -39,12 +39,12 @@ def count_rows_by_clock(trainer: Any) -> None:
     logger_connector(trainer).log_metrics = _LogMetricsOverClock(trainer)
 
 
-def count_rows_by_lightning(trainer: Any) -> None:
-    """Undo :func:`count_rows_by_clock`; may be called repeatedly."""
+def log_over_lightning_steps(trainer: Any) -> None:
+    """Undo :func:`log_over_clock`; may be called repeatedly."""
     vars(logger_connector(trainer)).pop("log_metrics", None)
 
 
-def publish(trainer: Any, metrics: Mapping[str, float]) -> None:
+def publish_metrics(trainer: Any, metrics: Mapping[str, float]) -> None:
     """Add metrics to a trainer's ``callback_metrics``, the input of checkpointing and early stopping.
 
     All ranks must call this together. Each metric is the mean over the ranks that have it, so it is equal on all ranks.

@@ -95,7 +95,7 @@ ForkingPickler.register(
 )
 
 
-def fresh_generator() -> torch.Generator:
+def make_generator() -> torch.Generator:
     """Return a new generator, seeded from torch's global one."""
     return torch.Generator().manual_seed(int(torch.randint(2**62, ())))
 
@@ -110,18 +110,18 @@ def check_generator(value: Any) -> torch.Generator:
 class GeneratorMixin:
     """Mixin with a random generator: the assigned one, or else a new one that is seeded from torch's global one."""
 
-    _own_rng: torch.Generator | None = None
+    _generator: torch.Generator | None = None
 
     @property
     def generator(self) -> torch.Generator:
         """The random generator."""
-        if self._own_rng is None:
-            self._own_rng = fresh_generator()
-        return self._own_rng
+        if self._generator is None:
+            self._generator = make_generator()
+        return self._generator
 
     @generator.setter
     def generator(self, value: torch.Generator) -> None:
-        self._own_rng = check_generator(value)
+        self._generator = check_generator(value)
 
     @property
     def generator_state(self) -> torch.Tensor:

@@ -30,7 +30,7 @@ class Moments:
         spread: The summed squared deviations, ``[*F]``.
 
     Examples:
-        >>> one, other = Moments.of(torch.tensor([[1.0], [3.0]])), Moments.of(torch.tensor([[8.0]]))
+        >>> one, other = Moments.from_samples(torch.tensor([[1.0], [3.0]])), Moments.from_samples(torch.tensor([[8.0]]))
         >>> both = one.merged(other)
         >>> both.count, both.mean.item(), both.variance.item()
         (3, 4.0, 8.666666666666666)
@@ -41,12 +41,12 @@ class Moments:
     spread: Tensor
 
     @classmethod
-    def none(cls, *shape: int) -> Moments:
+    def empty(cls, *shape: int) -> Moments:
         """Return the moments of zero samples."""
         return cls(0, torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64))
 
     @classmethod
-    def of(cls, samples: Tensor) -> Moments:
+    def from_samples(cls, samples: Tensor) -> Moments:
         """Return the moments of samples ``[B, *F]``, on the CPU; a constant has an exact mean and no spread."""
         values = samples.detach().to("cpu", torch.float64)
         mean = values.mean(0)

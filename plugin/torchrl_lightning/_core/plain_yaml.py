@@ -40,7 +40,7 @@ def read_config(path: str | Path) -> DictConfig:
     return config
 
 
-def check_file(path: str | Path) -> None:
+def check_yaml_file(path: str | Path) -> None:
     """Validate the limits of a YAML file that another library reads; that library reports syntax errors.
 
     Raises:

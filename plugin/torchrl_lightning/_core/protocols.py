@@ -56,7 +56,7 @@ class LearnerApi(_View):
         imagine: Return imagined transitions ``[N]`` that branch from observations ``[R]``, up to a length.
         check_transitions: Validate all stored transitions ``[N]`` before ``begin_fit``.
         begin_fit: Start a fit of a model; the argument is the :class:`~torchrl_lightning.dynamics.DynamicsTargets`.
-        follow_schedules: Set learning rates and coefficients from the progress of the run.
+        apply_schedules: Set learning rates and coefficients from the progress of the run.
         stream_kind: The name of its stream, as in ``stream_kind`` of a DataModule; None for any stream.
         suggested_data: A stream to suggest in error messages.
         gamma: The discount, if the learner owns it.
@@ -72,7 +72,7 @@ class LearnerApi(_View):
     imagine: Callable[[TensorDictBase, int], TensorDictBase] | None = None
     check_transitions: Callable[[TensorDictBase], None] | None = None
     begin_fit: Callable[[Any], None] | None = None
-    follow_schedules: Callable[[], None] | None = None
+    apply_schedules: Callable[[], None] | None = None
     stream_kind: str | None = None
     suggested_data: str = ""
     gamma: Any = None
@@ -101,9 +101,9 @@ class LearnerApi(_View):
         return self._current("critic", None)
 
     @property
-    def valued_policy(self) -> Any:
+    def collection_policy(self) -> Any:
         """The policy that also writes the critic's values at little extra cost; None without one."""
-        return self._current("valued_policy", None)
+        return self._current("collection_policy", None)
 
     @property
     def fit_is_over(self) -> bool:
@@ -183,7 +183,7 @@ class CollectorApi(_View):
 
     Attributes:
         part: The collector.
-        flags_beginnings: Whether ``is_init`` and ``done`` mark the start of each trajectory.
+        marks_trajectory_starts: Whether ``is_init`` and ``done`` mark the start of each trajectory.
         replays: Whether recorded steps are replayed in some environments.
         clip_actions: Whether actions are clipped to their Box; None if it is unknown.
         num_workers: The number of processes that step environments.
@@ -197,7 +197,7 @@ class CollectorApi(_View):
         metrics: Return the collector's metrics.
     """
 
-    flags_beginnings: bool = False
+    marks_trajectory_starts: bool = False
     replays: bool = False
     clip_actions: bool | None = None
     num_workers: int = 1
@@ -250,7 +250,7 @@ class SourceApi(_View):
     shutdown: Callable[[], None] | None = None
 
     @property
-    def keeps_rows(self) -> bool:
+    def stores_rows(self) -> bool:
         """Whether it stores rows itself; it then also has ``accepts_shared_rows`` and a length."""
         return None not in (self.extend, self.metrics, self.shutdown)
 
@@ -269,7 +269,7 @@ class DataApi(_View):
         make_collector: The setting ``collector``; False without this setting.
         frames_per_batch: The setting of this name.
         num_mini_batch: The setting of this name.
-        updates_of_epoch: The number of updates in an epoch.
+        resolved_updates_per_epoch: The number of updates in an epoch.
         dataset_share: The setting of this name.
         terminated: The setting of this name.
         eval_env: The environment of evaluations.
@@ -288,12 +288,12 @@ class DataApi(_View):
     make_collector: Callable[..., Any] | Literal[False] | None = False
     frames_per_batch: int | None = None
     num_mini_batch: int | None = None
-    updates_of_epoch: int | None = None
+    resolved_updates_per_epoch: int | None = None
     dataset_share: float | None = None
     terminated: Any = False
     eval_env: Any = None
-    film: Callable[[Any, Path], None] | None = None
-    imagines: Callable[[Any], bool] | None = None
+    record_video: Callable[[Any, Path], None] | None = None
+    has_imagined_rows: Callable[[Any], bool] | None = None
     check_state: Callable[[Any], None] = do_nothing
     metrics: Callable[[], Mapping[str, float]] = dict
     episode_metrics: tuple[str, ...] = ()

@@ -80,14 +80,14 @@ def job_name(choices: Mapping[str, str | None], overrides: Iterable[str]) -> str
     job, name = job_id(), folder_name(choices, overrides := list(overrides))
     if job is None:
         return name
-    return f"{name}-{_hash(told(overrides))}-job_{job}"
+    return f"{name}-{_hash(final_overrides(overrides))}-job_{job}"
 
 
 def _hash(parts: Iterable[str]) -> str:
     return sha256("\n".join(parts).encode()).hexdigest()[:8]
 
 
-def told(overrides: Iterable[str]) -> list[str]:
+def final_overrides(overrides: Iterable[str]) -> list[str]:
     """Sort the overrides of a run, the last one for each setting, without ``ckpt_path`` and ``trusted``.
 
     Examples:

@@ -39,11 +39,11 @@ from torchrl_lightning._core.validators import (
 Positive = Annotated[float, positive]
 FinitePositive = Annotated[float, finite_positive]
 Finite = Annotated[float, finite]
-NotNegative = Annotated[float, non_negative]
+NonNegative = Annotated[float, non_negative]
 Fraction = Annotated[float, fraction]
-Share = Annotated[float, positive_fraction]
-Count = Annotated[int, integer]
-Switch = Annotated[bool, boolean]
+PositiveFraction = Annotated[float, positive_fraction]
+PositiveInt = Annotated[int, integer]
+Boolean = Annotated[bool, boolean]
 
 _REQUIRED: Any = inspect.Parameter.empty
 
@@ -158,7 +158,7 @@ class Settings:
         """Complete the object after its settings are stored; call ``super().__post_init__()`` first."""
 
     @classmethod
-    def check_later(cls, attribute: str, check: Check | None, name: str) -> None:
+    def check_assignments(cls, attribute: str, check: Check | None, name: str) -> None:
         """Validate later assignments to an attribute by the check of setting ``name``; None removes a base's check."""
         if check is not None:
             Checked(check, name).add_to(cls, attribute)
@@ -207,10 +207,10 @@ def _declared_settings(cls: type[Settings]) -> tuple[dict[str, Setting], set[str
             }
             declared[argument] = replace(setting, **fields, check=(check := _check_in(value_type)))
             if is_stored and check is not None and _is_plain(value_type) and _is_free(cls, name):
-                cls.check_later(name, check, argument)
+                cls.check_assignments(name, check, argument)
         else:
             computed_names.add(name)
-            cls.check_later(name, None, name)
+            cls.check_assignments(name, None, name)
     return declared, computed_names
 
 

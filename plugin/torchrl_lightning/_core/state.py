@@ -12,13 +12,13 @@ A check takes ``(value, name)``. It returns the value to store, or raises ``stat
 value")``. If the check depends on the part, pass a function of the part that returns the check::
 
     Attribute(bounded_integer(1))
-    Attribute(of=lambda ring: bounded_integer(0, ring.capacity - 1))
-    Attribute(of=lambda buffer: buffer._read_episodes)
+    Attribute(check_for=lambda ring: bounded_integer(0, ring.capacity - 1))
+    Attribute(check_for=lambda buffer: buffer._read_episodes)
 
 An attribute may be nested, as ``"table.alpha"``, or a property that converts from and to the saved value.
 
-Hooks: ``_validate_consistency(values)`` raises ValueError if entries conflict, and ``_loaded()`` updates derived
-attributes. Override :meth:`~Stateful.read_state` or :meth:`~Stateful.apply_state` and call ``super()`` to take a
+Hooks: ``_validate_consistency(values)`` raises ValueError if entries conflict, and ``_post_load()`` updates derived
+attributes. Override :meth:`~Stateful.validate_state` or :meth:`~Stateful.apply_state` and call ``super()`` to take a
 lock, or to handle a value that no entry can describe.
 """
 
@@ -37,7 +37,7 @@ from torch import Tensor
 from torchrl_lightning._core.files import ChunkedTensor
 from torchrl_lightning._core.validators import Check
 
-LARGEST = 1 << 60
+MAX_COUNT = 1 << 60
 """Upper limit of counters, so that sums and products with them do not overflow."""
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -117,9 +117,9 @@ mapping = expect(
 """Expect a dict; another schema validates its content."""
 
 
-def bounded_integer(low: int = 0, high: int = LARGEST) -> Check:
+def bounded_integer(low: int = 0, high: int = MAX_COUNT) -> Check:
     """Expect an integer in ``[low, high]``."""
-    upper = f", at most {high}" if high < LARGEST else ""
+    upper = f", at most {high}" if high < MAX_COUNT else ""
     return expect(lambda value: type(value) is int and low <= value <= high, f"an integer of at least {low}{upper}")
 
 
@@ -218,89 +218,89 @@ class Attribute:
     """Entry that saves an attribute, and sets it to a copy of the value that its check returns.
 
     Attributes:
-        check: Returns the value to store. Without ``check`` and ``of``, the attribute is a build value, set by the
-            constructor: a state with another value is rejected, and nothing is set.
-        at: The path of the attribute in the part; the entry's name by default.
-        form: Returns the saved form of the attribute's value, and need not copy.
-        of: Returns the check for a part, instead of ``check``.
-        only: The name of an attribute of the part; the entry exists only if that attribute is true. Without a name, the
-            entry always exists.
+        check: Returns the value to store. Without ``check`` and ``check_for``, the attribute is a build value: the
+            constructor sets it, and a state with another value is rejected.
+        attribute: The path of the attribute in the part; the entry's name by default.
+        to_saved: Returns the saved form of the attribute's value, and need not copy.
+        check_for: Returns the check for a part, instead of ``check``.
+        exists_if: The name of an attribute of the part: the entry exists only if that attribute is true. By default, it
+            always exists.
         argument: The constructor argument of a build value; the entry's name by default.
     """
 
     check: Check | None = None
-    at: str = ""
-    form: Callable[[Any], Any] | None = None
+    attribute: str = ""
+    to_saved: Callable[[Any], Any] | None = None
     _: KW_ONLY
-    of: Callable[[Any], Check] | None = None
-    only: str = ""
+    check_for: Callable[[Any], Check] | None = None
+    exists_if: str = ""
     argument: str = ""
 
     @property
     def is_built(self) -> bool:
         """Whether this is a build value, which is compared and not set."""
-        return type(self) is Attribute and self.check is None and self.of is None
+        return type(self) is Attribute and self.check is None and self.check_for is None
 
-    def save(self, part: Any, at: str, copy: bool) -> Any:
+    def save(self, part: Any, path: str, copy: bool) -> Any:
         """Return the entry of a part's state, copied or not."""
-        value = attrgetter(at)(part)
-        return saved(value if self.form is None else self.form(value), copy)
+        value = attrgetter(path)(part)
+        return to_plain(value if self.to_saved is None else self.to_saved(value), copy)
 
-    def check_of(self, part: Any, at: str) -> Check:
+    def check_of(self, part: Any, path: str) -> Check:
         """Return the check of the entry."""
-        if self.of is not None:
-            return self.of(part)
-        return self.check or same(attrgetter(at)(part), part.OWNER, self.argument)
+        if self.check_for is not None:
+            return self.check_for(part)
+        return self.check or same(attrgetter(path)(part), part.OWNER, self.argument)
 
-    def store(self, part: Any, at: str, value: Any) -> None:
+    def store(self, part: Any, path: str, value: Any) -> None:
         """Store the value that the check returned."""
         if not self.is_built:
-            owner_path, _, name = at.rpartition(".")
-            setattr(attrgetter(owner_path)(part) if owner_path else part, name, saved(value, True))
+            owner_path, _, name = path.rpartition(".")
+            setattr(attrgetter(owner_path)(part) if owner_path else part, name, to_plain(value, True))
 
 
 @dataclass(frozen=True)
 class InPlace(Attribute):
     """Entry that fills a tensor or array in place with values in ``[low, high]`` of the same shape and dtype.
 
-    ``at`` and ``only`` have the same meaning as in :class:`Attribute`.
+    ``attribute`` and ``exists_if`` have the same meaning as in :class:`Attribute`.
     """
 
     _: KW_ONLY
     low: float | None = None
     high: float | None = None
 
-    def check_of(self, part: Any, at: str) -> Check:
+    def check_of(self, part: Any, path: str) -> Check:
         """Expect values of the same shape and dtype."""
-        current = torch.as_tensor(attrgetter(at)(part))
+        current = torch.as_tensor(attrgetter(path)(part))
         return tensor(current.dtype, *current.shape, low=self.low, high=self.high)
 
-    def store(self, part: Any, at: str, value: Any) -> None:
+    def store(self, part: Any, path: str, value: Any) -> None:
         """Fill the attribute."""
-        attrgetter(at)(part)[...] = value
+        attrgetter(path)(part)[...] = value
 
 
 @dataclass(frozen=True)
 class Child(Attribute):
     """Entry for the state of a child, which validates and loads it itself; None without a child."""
 
-    def save(self, part: Any, at: str, copy: bool) -> Any:
+    def save(self, part: Any, path: str, copy: bool) -> Any:
         """Return the state of the child."""
-        child = attrgetter(at)(part)
+        child = attrgetter(path)(part)
         return None if child is None else child.state_dict(copy=copy)
 
-    def check_of(self, part: Any, at: str) -> Check:
+    def check_of(self, part: Any, path: str) -> Check:
         """Return the child's own check of its state."""
-        child = attrgetter(at)(part)
-        return same(None, part.OWNER) if child is None else lambda value, name: child.read_state(value)
+        child = attrgetter(path)(part)
+        return same(None, part.OWNER) if child is None else lambda value, name: child.validate_state(value)
 
-    def store(self, part: Any, at: str, value: Any) -> None:
+    def store(self, part: Any, path: str, value: Any) -> None:
         """Store the validated values in the child."""
         if value is not None:
-            attrgetter(at)(part).apply_state(value)
+            attrgetter(path)(part).apply_state(value)
 
 
-GENERATOR = Attribute(of=lambda part: generator(part.generator.device), at="generator_state")
+GENERATOR = Attribute(check_for=lambda part: generator(part.generator.device), attribute="generator_state")
 """The entry of a random generator; loading keeps the generator object."""
 
 
@@ -321,7 +321,7 @@ class Stateful:
         ...     OWNER, VERSION = "deck", 1
         ...     STATE = {
         ...         "size": Attribute(),
-        ...         "drawn": Attribute(of=lambda deck: bounded_integer(0, deck.size), at="_drawn"),
+        ...         "drawn": Attribute(check_for=lambda deck: bounded_integer(0, deck.size), attribute="_drawn"),
         ...         "generator": GENERATOR,
         ...     }
         ...
@@ -358,12 +358,12 @@ class Stateful:
         Args:
             copy: Return copies; otherwise views, for a caller that reads them immediately.
         """
-        state = {name: entry.save(self, at, copy) for name, entry, at in self._entries()}
+        state = {name: entry.save(self, path, copy) for name, entry, path in self._entries()}
         return state if self.VERSION is None else {"schema_version": self.VERSION, **state}
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Validate a state as :meth:`load_state_dict` does; change nothing."""
-        self.read_state(state_dict)
+        self.validate_state(state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state exactly: the part continues as the saved part would have continued.
@@ -371,40 +371,40 @@ class Stateful:
         Raises:
             ValueError: The version or a build value differs, or an entry is missing or invalid; nothing is changed.
         """
-        self.apply_state(self.read_state(state_dict))
+        self.apply_state(self.validate_state(state_dict))
 
-    def read_state(self, state_dict: Any) -> dict[str, Any]:
+    def validate_state(self, state_dict: Any) -> dict[str, Any]:
         """Validate a state with its nested states, and return the values for :meth:`apply_state`; change nothing."""
-        schema = {name: entry.check_of(self, at) for name, entry, at in self._entries()}
+        schema = {name: entry.check_of(self, path) for name, entry, path in self._entries()}
         return check_state(state_dict, schema, self.OWNER, self.VERSION, self._validate_consistency)
 
     def apply_state(self, values: Mapping[str, Any]) -> None:
-        """Store the values that :meth:`read_state` returned."""
-        for name, entry, at in self._entries():
-            entry.store(self, at, values[name])
-        self._loaded()
+        """Store the values that :meth:`validate_state` returned."""
+        for name, entry, path in self._entries():
+            entry.store(self, path, values[name])
+        self._post_load()
 
     def _entries(self) -> list[tuple[str, Attribute, str]]:
         """Return the name of each entry, the entry, and the path of its attribute."""
         return [
-            (name, entry, entry.at or name)
+            (name, entry, entry.attribute or name)
             for name, entry in self.STATE.items()
-            if not entry.only or getattr(self, entry.only)
+            if not entry.exists_if or getattr(self, entry.exists_if)
         ]
 
     def _validate_consistency(self, values: Mapping[str, Any]) -> None:
         """Validate entries together; raise ValueError if they conflict. Each entry is valid by itself."""
 
-    def _loaded(self) -> None:
+    def _post_load(self) -> None:
         """Update derived attributes after the entries are loaded."""
 
 
-def saved(value: Any, copy: bool) -> Any:
+def to_plain(value: Any, copy: bool) -> Any:
     """Convert a value for a state, also within dicts and lists: arrays to tensors; ``copy`` also copies and gathers."""
     if isinstance(value, dict):
-        return {key: saved(item, copy) for key, item in value.items()}
+        return {key: to_plain(item, copy) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(saved(item, copy) for item in value)
+        return type(value)(to_plain(item, copy) for item in value)
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value)
     if not copy:

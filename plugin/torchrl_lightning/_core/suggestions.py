@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def nearest(word: str, names: Iterable[str], cutoff: float = 0.65) -> str | None:
+def closest_name(word: str, names: Iterable[str], cutoff: float = 0.65) -> str | None:
     """Return the name that is most similar to a word, or None if no similarity reaches ``cutoff``.
 
     Examples:
@@ -29,7 +29,7 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
         '; known are gamma, size.'
     """
     names = sorted(names)
-    closest = nearest(word, names)
+    closest = closest_name(word, names)
     if closest is not None:
         return f"; did you mean {closest}?"
     return f"; known are {', '.join(names)}." if 0 < len(names) <= 40 else "."

@@ -33,7 +33,7 @@ from torchrl_lightning._core.mixins import GeneratorMixin, SignatureDescriptor, 
 
 T = TypeVar("T")
 C = TypeVar("C", bound=TensorClass)
-Drawn = tuple[Any, dict[Any, Any]]
+SampledBatch = tuple[Any, dict[Any, Any]]
 """A batch and the entries added by the sampler."""
 
 
@@ -67,7 +67,7 @@ def entries_of(data: TensorDictBase) -> dict[str, Any]:
     return data._tensordict if type(data) is TensorDict else dict(data.items())
 
 
-def put_entry(data: TensorDictBase, name: str, value: Tensor) -> None:
+def set_entry(data: TensorDictBase, name: str, value: Tensor) -> None:
     """Set an entry of matching shape and device; an unlocked plain TensorDict skips the checks of ``set``."""
     if type(data) is TensorDict and not data.is_locked:
         data._tensordict[name] = value
@@ -75,7 +75,7 @@ def put_entry(data: TensorDictBase, name: str, value: Tensor) -> None:
         data.set(name, value)
 
 
-def attached(storage: Storage) -> Iterator[Any]:
+def attached_entities(storage: Storage) -> Iterator[Any]:
     """Iterate over the entities attached to a storage; they are notified of written cells."""
     return iter(storage._attached_entities_iter())
 
@@ -165,13 +165,13 @@ class StorageBase(NoCheckpointerMixin, LazyTensorStorage):
     def _rand_given_ndim(self, batch_size: int) -> Tensor:
         return self.draw(batch_size)
 
-    def check_seam(self) -> None:
+    def check_last_cursor(self) -> None:
         """Raise an error if TorchRL must not read the last written cell; called before each read."""
 
     @property
     def _last_cursor_index(self) -> int | Tensor | None:
         if not self._is_packing:
-            self.check_seam()
+            self.check_last_cursor()
         return super()._last_cursor_index
 
     @property
@@ -201,7 +201,7 @@ class WriterBase(StateFilesMixin, Writer):
 
     def notify(self, index: Tensor) -> None:
         """Notify every entity attached to the storage of the written cells."""
-        for entity in attached(self._storage):
+        for entity in attached_entities(self._storage):
             entity.mark_update(index)
 
     def clear(self, empty_write_count: bool = True) -> None:
@@ -289,7 +289,7 @@ class BufferBase(TensorDictReplayBuffer):
     """The collate function for batches read from the storage."""
     unit = alias("_sample_unit")
     """TorchRL's sample unit, for example slices; None for single cells."""
-    detours = alias("_prefetch", "_pin_memory", "_service_shutdown", "_sample_unit", "_sample_dependency")
+    sample_path_settings = alias("_prefetch", "_pin_memory", "_service_shutdown", "_sample_unit", "_sample_dependency")
     """Attributes that require TorchRL's own sample path if they are set: three flags and two optional objects."""
     batch_sizes = alias("_batch_size", "_warned_batch_size_conflict")
     """The batch size, and whether TorchRL has warned about a different one in ``sample``."""
@@ -319,12 +319,12 @@ class BufferBase(TensorDictReplayBuffer):
                 state = {"version": 1, "capacity": self._prefetch_cap, "queue": list(batches)}
                 self._restore_prefetch_queue_locked(state, clone_queue=False)
 
-    def draw_batch(self, batch_size: int) -> Drawn:
+    def draw_batch(self, batch_size: int) -> SampledBatch:
         """Sample a batch for TorchRL's sample path."""
         raise NotImplementedError
 
     @pin_memory_output
-    def _sample(self, batch_size: int) -> Drawn:
+    def _sample(self, batch_size: int) -> SampledBatch:
         return self.draw_batch(batch_size)
 
 
@@ -342,7 +342,7 @@ has_global_hooks = _has_any_global_hook
 """Return whether global module hooks are registered."""
 forward_hooks = attrgetter("_forward_hooks", "_forward_pre_hooks")
 """Return the forward hooks and the forward pre-hooks of a torch module, two dicts."""
-interpolate_all_ = torch._foreach_lerp_
+foreach_lerp_ = torch._foreach_lerp_
 """Interpolate lists of tensors in place towards other tensors by a weight."""
 env_observations = attrgetter("_env_obs")
 """Return the observation of each environment of Gymnasium's ``SyncVectorEnv``."""
@@ -352,9 +352,9 @@ info_adder = attrgetter("_add_info")
 """Return the method of a Gymnasium vector environment that adds the info of one environment."""
 serial_envs = attrgetter("_envs")
 """Return the environments of TorchRL's ``SerialEnv``."""
-dispatches_modules = _set_dispatch_td_nn_modules
+set_module_dispatch = _set_dispatch_td_nn_modules
 """Enable or disable plain tensor arguments of TensorDict modules in a ``with`` block."""
-collates_nothing = _collate_id
+identity_collate = _collate_id
 """The default collate function of a buffer of TensorDicts, which returns the batch unchanged."""
 
 

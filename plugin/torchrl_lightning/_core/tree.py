@@ -52,7 +52,7 @@ def next_key(key: NestedKey) -> Path:
     return ("next", key) if isinstance(key, str) else ("next", *key)
 
 
-def under(key: NestedKey, root: NestedKey) -> bool:
+def is_below(key: NestedKey, root: NestedKey) -> bool:
     """Return whether ``key`` is ``root`` or nested below it."""
     if isinstance(key, str):
         return key == root or root == (key,)
@@ -122,7 +122,7 @@ def tree_of(data: TensorDictBase, path: Path = ()) -> Tree:
             tree[key] = value
         else:
             type_name = "sparse or nested tensor" if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"Entry {name_of((*path, key))} is a {type_name}; a buffer stores only dense tensors.")
+            raise TypeError(f"Entry {key_text((*path, key))} is a {type_name}; a buffer stores only dense tensors.")
     return tree
 
 
@@ -146,7 +146,7 @@ def tensordict_of(
     return new_tensordict(nested, batch, names)
 
 
-def name_of(path: Path) -> str:
+def key_text(path: Path) -> str:
     """Return a path as the key that a user types."""
     return repr(path[0] if len(path) == 1 else path)
 
@@ -194,7 +194,7 @@ def cast_rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.round().long().clamp(limits.min, limits.max).to(dtype)
 
 
-def describe(data: TensorDictBase | Tree, batch_dims: int, *, devices: bool = False) -> Schema:
+def schema_of(data: TensorDictBase | Tree, batch_dims: int, *, devices: bool = False) -> Schema:
     """Return shape (after the first ``batch_dims`` dimensions), dtype and optionally device of every leaf."""
     return {
         key: (leaf.shape[batch_dims:], leaf.dtype, *((leaf.device,) if devices else ()))
@@ -220,7 +220,7 @@ def schema_difference(stored: Schema, received: Schema) -> str:
 
 def difference(tree: Tree, data: TensorDictBase, *, devices: bool = True) -> str:
     """Describe in words how the leaves of ``data`` differ from the stored leaves in ``tree``."""
-    return schema_difference(describe(tree, 1, devices=devices), describe(tree_of(data), 1, devices=devices))
+    return schema_difference(schema_of(tree, 1, devices=devices), schema_of(tree_of(data), 1, devices=devices))
 
 
 def row_bytes(tree: Tree) -> int:

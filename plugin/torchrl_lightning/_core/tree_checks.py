@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_lightning._core.state import describe_value, mapping, saved
-from torchrl_lightning._core.tree import Path, name_of
+from torchrl_lightning._core.state import describe_value, mapping, to_plain
+from torchrl_lightning._core.tree import Path, key_text
 
 
 def check_tree(data: Any, batch: torch.Size, owner: str, path: Path = ()) -> None:
     """Validate nested dicts of tensors with leading dimensions ``batch``; raise ValueError with the entry's name."""
-    subject = f"entry {name_of(path)}" if path else "the data"
+    subject = f"entry {key_text(path)}" if path else "the data"
     if isinstance(data, dict):
         if not data or any(not isinstance(key, str) or not key for key in data):
             raise ValueError(f"The {owner} state is foreign: {subject} has the keys {list(data)}, expected names.")
@@ -43,9 +43,9 @@ class TorchRLState:
 
     def state_dict(self, *, copy: bool) -> dict[str, Any]:
         """Return the state of the component."""
-        return dict(saved(self._part.state_dict(), copy))
+        return dict(to_plain(self._part.state_dict(), copy))
 
-    def read_state(self, value: Any) -> Mapping[str, Any]:
+    def validate_state(self, value: Any) -> Mapping[str, Any]:
         """Return a state after validation; raise ValueError if the component cannot load it."""
         state = mapping(value, f"the state of the {self._name}")
         self._check(state, self._part.state_dict())

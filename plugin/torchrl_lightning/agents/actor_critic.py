@@ -16,16 +16,16 @@ from torchrl.modules import set_recurrent_mode
 
 from torchrl_lightning._core.keys import COLLECTOR, INTRINSIC_TARGET, INTRINSIC_VALUE, MASK, TARGET, VALUE
 from torchrl_lightning._core.protocols import DataApi
-from torchrl_lightning._core.settings import Finite, FinitePositive, NotNegative, Positive, Switch, setting
+from torchrl_lightning._core.settings import Boolean, Finite, FinitePositive, NonNegative, Positive, setting
 from torchrl_lightning._core.update_batches import UpdateBatches, updates_of
 from torchrl_lightning._core.validators import check_defaults
-from torchrl_lightning.agents.base import OptimizerFactory, TermsModule
+from torchrl_lightning.agents.base import LossTermsModule, OptimizerFactory
 from torchrl_lightning.agents.dry_run import ROWS
 from torchrl_lightning.agents.loss_functions import Distance, critic_loss, standardized
 from torchrl_lightning.agents.metrics import train_names
 from torchrl_lightning.agents.networks.actors import Actor, ActorWithValues, Critic, build_actor, build_critic
 from torchrl_lightning.agents.networks.encoders import MLPNetwork
-from torchrl_lightning.agents.networks.network_protocol import Network, described_network
+from torchrl_lightning.agents.networks.network_protocol import Network, network_check
 from torchrl_lightning.agents.rnd import RandomNetworkDistillation
 from torchrl_lightning.agents.schedules import Schedule, as_schedule
 from torchrl_lightning.agents.transitions import missing_entry
@@ -37,7 +37,7 @@ _TARGETS = {VALUE: TARGET, INTRINSIC_VALUE: INTRINSIC_TARGET}
 _MASKS = ((COLLECTOR, MASK), "shifted_valid")  # TorchRL's losses exclude steps by these entries
 
 
-class ActorCriticModule(TermsModule):
+class ActorCriticModule(LossTermsModule):
     """An actor and a critic that learn from the mini-batches of an on-policy DataModule.
 
     ``configure_model`` builds the networks from ``trainer.datamodule.specs``. Without a trainer, call ``build(specs)``.
@@ -65,22 +65,22 @@ class ActorCriticModule(TermsModule):
     CONFIG_NAME: ClassVar[str | None] = None
 
     adam_eps: ClassVar[float] = 1e-5
-    dry_run_of = "build"
+    build_method = "build"
     batch_shapes = ((ROWS,), (1, ROWS))  # mini-batches, and time-major rollouts for value estimation
     supports_action_masks = True
     stream_kind = "rollouts"
     training_metrics = (
-        *TermsModule.training_metrics,
+        *LossTermsModule.training_metrics,
         *train_names("explained_variance", "loss_critic", "loss_intrinsic_critic", "loss_intrinsic_predictor"),
     )
     loops_over_updates = True
     suggested_data = "data=gae (OnPolicyDataModule)"
 
-    network: Annotated[Network, described_network(MLPNetwork)] = setting(default=None, kw_only=False)
-    critic_coeff: NotNegative = 0.5
+    network: Annotated[Network, network_check(MLPNetwork)] = setting(default=None, kw_only=False)
+    critic_coeff: NonNegative = 0.5
     loss_critic_type: Distance = "l2"
     clip_value: Positive | None = None
-    normalize_advantage: Switch | None = False
+    normalize_advantage: Boolean | None = False
     extrinsic_coeff: Finite = 1.0
     intrinsic_coeff: Finite = 1.0
     distribution: str = "auto"
@@ -190,7 +190,7 @@ class ActorCriticModule(TermsModule):
         return [log_prob, entropy, *values]
 
     @property
-    def valued_policy(self) -> Actor | ActorWithValues:
+    def collection_policy(self) -> Actor | ActorWithValues:
         """The policy for collection; it also writes values if that saves a second pass of a costly shared trunk."""
         policy, critic = self.policy, self.critic
         saves_trunk_pass = critic.is_shared and getattr(self.network, "costly", False) and policy is self.actor_network
@@ -231,9 +231,9 @@ class ActorCriticModule(TermsModule):
         self._stopped = False
         super().on_train_epoch_start()
 
-    def follow_schedules(self) -> None:
+    def apply_schedules(self) -> None:
         """Set learning rates and coefficients from the frame count, so that a resumed run uses the same values."""
-        super().follow_schedules()
+        super().apply_schedules()
         for name, (value, schedule) in self._coefficients.items():
             getattr(self, name).fill_(value * schedule(self.progress))
 
@@ -265,9 +265,11 @@ class ActorCriticModule(TermsModule):
                 )
         actor, critic = self.policy, self.critic
         with set_recurrent_mode(batch.ndim > 1) if actor.trunk.recurrent else nullcontext():
-            features = actor.trunk.read(batch)
+            features = actor.trunk.encode(batch)
             values = critic.values_of(features) if critic.is_shared else critic.values(batch)
-        return *actor.head.evaluate(actor.allowed(actor.head.read(features), batch), batch.get("action")), values
+        return *actor.head.evaluate(
+            actor.apply_mask(actor.head.sampling_parameters(features), batch), batch.get("action")
+        ), values
 
     def advantage(self, batch: TensorDictBase) -> Tensor:
         r"""Return the combined advantage ``[*B]``, \(c_e A + c_i A^{int}\), with \(A\) averaged over the critics."""

@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from torchrl_lightning._core.checksums import add_checksums, verify_checksums, with_own_numbers
+from torchrl_lightning._core.checksums import add_checksums, copy_expanded_tensors, verify_checksums
 from torchrl_lightning._core.errors import UserError, check_compatible, check_precision
 from torchrl_lightning._core.keys import ACTION_MASK
 from torchrl_lightning._core.mixins import PickleByValueMixin
@@ -25,8 +25,13 @@ from torchrl_lightning._core.protocols import DataApi
 from torchrl_lightning._core.settings import FinitePositive, Positive, Settings, setting
 from torchrl_lightning._core.torch_defaults import check_default_dtype
 from torchrl_lightning._core.validators import Check
-from torchrl_lightning.agents.analytic import FusedAdam, OptimizedParameters, unflattenable_parameters, update_for
-from torchrl_lightning.agents.dry_run import ROWS, dry_run, network_faults
+from torchrl_lightning.agents.analytic import (
+    FusedAdam,
+    OptimizedParameters,
+    make_analytic_update,
+    unflattenable_parameters,
+)
+from torchrl_lightning.agents.dry_run import ROWS, dry_run, network_errors
 from torchrl_lightning.agents.metrics import MetricsModule, train_names
 from torchrl_lightning.agents.optimizer_states import (
     check_optimizer_states,
@@ -68,7 +73,7 @@ class AgentModule(PickleByValueMixin, Settings, MetricsModule):
     """The required data stream, as in ``stream_kind`` of a DataModule; None accepts any."""
     suggested_data: ClassVar[str] = ""
 
-    dry_run_of: ClassVar[str | None] = None
+    build_method: ClassVar[str | None] = None
     """Name of the method that builds the networks of :meth:`network_outputs`; None skips the dry run."""
     batch_shapes: ClassVar[Sequence[tuple[int, ...]]] = ((ROWS,),)
     """Batch shapes that the dry run passes to the encoders."""
@@ -91,7 +96,7 @@ class AgentModule(PickleByValueMixin, Settings, MetricsModule):
         self._unchecked_states: Any = None
 
     @classmethod
-    def check_later(cls, attribute: str, check: Check | None, name: str) -> None:
+    def check_assignments(cls, attribute: str, check: Check | None, name: str) -> None:
         """Let ``__setattr__`` run the check: a descriptor would hide a buffer that replaces a setting."""
         row = None if check is None else (check, name)
         cls.checks_of_attributes = {**cls.checks_of_attributes, attribute: row}
@@ -118,7 +123,7 @@ class AgentModule(PickleByValueMixin, Settings, MetricsModule):
                 "max_epochs or max_steps of the trainer, or use schedule='constant'."
             )
 
-    def misfit(self, data: Any) -> str | None:
+    def incompatibility(self, data: Any) -> str | None:
         """Return why the module does not fit a DataModule, or None if it does."""
         specs = DataApi.of(data).specs
         if self.supports_action_masks or specs is None or ACTION_MASK not in specs.observation:
@@ -148,23 +153,23 @@ class AgentModule(PickleByValueMixin, Settings, MetricsModule):
                     f"The networks are built from `trainer.datamodule.specs`, but the datamodule is "
                     f"{type(self._data).__name__}. Fit with one of our DataModules, or call `build(specs)` first."
                 )
-            with network_faults(self, specs):
+            with network_errors(self, specs):
                 self.build(specs, **data.build_options)
         # The trainer of a policy loaded from a file is a stub, not a Trainer.
         trainer: Any = self.trainer
         if specs is not None and isinstance(trainer, Trainer) and trainer.state.fn == TrainerFn.FITTING:
-            self.try_networks(specs, trainer)
+            self.dry_run_networks(specs, trainer)
 
     def network_outputs(self, step: TensorDictBase) -> list[Tensor]:
         """Return the outputs of actor and critics for observations ``[B]``; used by the dry run."""
         return []
 
-    def try_networks(self, specs: Any, trainer: Any) -> None:
+    def dry_run_networks(self, specs: Any, trainer: Any) -> None:
         """Run a copy of the networks forward and backward once; raise NetworkFault if they fail.
 
         Skip modules with the build method and ``network_outputs`` from different classes: their outputs are unknown.
         """
-        owner = None if self.dry_run_of is None else owner_of(self, self.dry_run_of)
+        owner = None if self.build_method is None else owner_of(self, self.build_method)
         if owner is not None and owner is owner_of(self, "network_outputs") and not self.passed_dry_run:
             check_precision(trainer)
             dry_run(self, specs, trainer.strategy.root_device, trainer.precision_plugin.forward_context())
@@ -172,7 +177,7 @@ class AgentModule(PickleByValueMixin, Settings, MetricsModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add checksums of weights, optimizers and data; subclasses must change these before they call this."""
-        checkpoint.update({key: with_own_numbers(entry) for key, entry in checkpoint.items()})
+        checkpoint.update({key: copy_expanded_tensors(entry) for key, entry in checkpoint.items()})
         add_checksums(checkpoint, "state_dict", "optimizer_states", type(self._data).__qualname__)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -202,7 +207,7 @@ class AgentModule(PickleByValueMixin, Settings, MetricsModule):
             False if a subclass outside this package configures the optimizers: its code may need the trainer.
 
         Raises:
-            Fault: A state does not fit.
+            UserError: A state does not fit.
         """
         if not type(self).configure_optimizers.__module__.startswith(f"{__name__.partition('.')[0]}."):
             return False
@@ -288,9 +293,9 @@ class AgentModule(PickleByValueMixin, Settings, MetricsModule):
 
     def on_train_epoch_start(self) -> None:
         """Apply the schedules."""
-        self.follow_schedules()
+        self.apply_schedules()
 
-    def follow_schedules(self) -> None:
+    def apply_schedules(self) -> None:
         """Set the learning rates from the frame count, so that a resumed run uses the same rates."""
         factor = self._schedule(self.progress)
         for optimizer in self._optimizers():
@@ -355,12 +360,12 @@ class AgentModule(PickleByValueMixin, Settings, MetricsModule):
         norms = self.step_optimizers(inner=inner) if isinstance(loss, float) else self.update(loss, inner=inner)
         self.accumulate({**terms, **norms})
 
-    def report(self) -> dict[str, float]:
+    def epoch_metrics(self) -> dict[str, float]:
         """Return the learning rate."""
         return {"learning_rate": float(self._optimizers()[0].param_groups[0]["lr"])}
 
 
-class TermsModule(AgentModule):
+class LossTermsModule(AgentModule):
     """An agent that computes its loss in ``losses``; it adds one argument to :class:`AgentModule`.
 
     Args:
@@ -382,7 +387,7 @@ class TermsModule(AgentModule):
     def on_train_start(self) -> None:
         """Select analytic gradients if they support this agent; they equal autograd up to float error."""
         super().on_train_start()
-        self._update = update_for(self) or no_analytic_update
+        self._update = make_analytic_update(self) or no_analytic_update
 
     def on_train_end(self) -> None:
         """Release the buffers of the analytic gradients."""
@@ -395,7 +400,7 @@ class TermsModule(AgentModule):
 
 
 def no_analytic_update(batch: Any) -> None:
-    """Return None, so that the caller uses :meth:`TermsModule.compute` and autograd."""
+    """Return None, so that the caller uses :meth:`LossTermsModule.compute` and autograd."""
 
 
 @contextmanager

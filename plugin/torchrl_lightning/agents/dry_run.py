@@ -55,7 +55,7 @@ def preserved_rng_state() -> Iterator[None]:
 
 
 @contextmanager
-def network_faults(agent: Any, specs: Any) -> Iterator[None]:
+def network_errors(agent: Any, specs: Any) -> Iterator[None]:
     """Raise a NetworkFault if a user's network raises while an agent builds its networks."""
     try:
         yield
@@ -63,7 +63,7 @@ def network_faults(agent: Any, specs: Any) -> Iterator[None]:
         raise
     except Exception as error:
         network = LearnerApi.of(agent).network
-        user_network = network.described if isinstance(network, EncoderNetwork) else network
+        user_network = network.wrapped if isinstance(network, EncoderNetwork) else network
         frames = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
         is_user_code = not type(user_network).__module__.startswith("torchrl_lightning.")
         # Compare types, because a trial builds the networks from a copy of the settings.
@@ -189,7 +189,7 @@ def _check_encoder(
 
 def _network_error(agent: Any, specs: Any, expected: str, got: str, advice: str = "") -> NetworkFault:
     network = LearnerApi.of(agent).network
-    network = network.described if isinstance(network, EncoderNetwork) else network
+    network = network.wrapped if isinstance(network, EncoderNetwork) else network
     entries = ", ".join(
         f"{'.'.join(key) if isinstance(key, tuple) else key} {list(spec.shape)} {spec.dtype}"
         for key, spec in specs.observation.items(True, True)

@@ -19,7 +19,7 @@ from torchrl_lightning._core.settings import Fraction, setting
 from torchrl_lightning._core.update_batches import UpdateBatches, updates_of
 from torchrl_lightning.agents.base import AgentModule, OptimizerFactory
 from torchrl_lightning.agents.networks.encoders import MLPNetwork
-from torchrl_lightning.agents.networks.network_protocol import Network, described_network
+from torchrl_lightning.agents.networks.network_protocol import Network, network_check
 
 STATE = "target_updater"
 # Names of the acting network in TorchRL's losses, in order of preference.
@@ -73,13 +73,13 @@ class LossModuleAgent(AgentModule):
         'QValueActor'
     """
 
-    dry_run_of = "build"
+    build_method = "build"
     loops_over_updates = True
     _policy: nn.Module | None = None  # set when the loss is built
 
     loss: LossModule | Callable[[Any], LossModule] = setting(kw_only=False)
     networks: Mapping[str, Callable[[Any, Network], nn.Module]] | None = None
-    network: Annotated[Network, described_network(MLPNetwork)] = setting(default=None)
+    network: Annotated[Network, network_check(MLPNetwork)] = setting(default=None)
     gamma: Fraction | None = None
     minimised: Sequence[str] | None = None
     acting: nn.Module | Callable[[Any], nn.Module] | None = setting(default=None, alias="policy")
@@ -120,10 +120,10 @@ class LossModuleAgent(AgentModule):
             outputs = self.critic(outputs)
         return [value for value in outputs.values(True, True) if isinstance(value, Tensor)]
 
-    def try_networks(self, specs: Any, trainer: Any) -> None:
+    def dry_run_networks(self, specs: Any, trainer: Any) -> None:
         """Run a copy of the networks forward and backward if ``networks`` is set; see :class:`AgentModule`."""
         if self.networks is not None:
-            super().try_networks(specs, trainer)
+            super().dry_run_networks(specs, trainer)
 
     def _build_loss(self, specs: Any, builders: Mapping[str, Callable[[Any, Network], nn.Module]]) -> Any:
         loss_factory: Any = self.loss

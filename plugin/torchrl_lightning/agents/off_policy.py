@@ -15,15 +15,15 @@ from torchrl.data import Composite, Unbounded
 
 from torchrl_lightning._core.keys import MEMORY_FEATURES
 from torchrl_lightning._core.modules import set_unregistered
-from torchrl_lightning._core.settings import Count, Fraction, Share, setting
+from torchrl_lightning._core.settings import Fraction, PositiveFraction, PositiveInt, setting
 from torchrl_lightning._core.tree import path_of
 from torchrl_lightning._core.update_batches import UpdateBatches, updates_of
-from torchrl_lightning.agents.base import OptimizerFactory, TermsModule
+from torchrl_lightning.agents.base import LossTermsModule, OptimizerFactory
 from torchrl_lightning.agents.metrics import train_names
 from torchrl_lightning.agents.networks.actors import observation_entries
 from torchrl_lightning.agents.networks.encoders import MLPNetwork
 from torchrl_lightning.agents.networks.exploration import ExploringPolicy
-from torchrl_lightning.agents.networks.network_protocol import Network, described_network
+from torchrl_lightning.agents.networks.network_protocol import Network, network_check
 from torchrl_lightning.agents.networks.target_networks import TargetNetworks
 from torchrl_lightning.agents.networks.trunks import RecurrentTrunk
 from torchrl_lightning.agents.recurrent import encode_sequence, recompute_states
@@ -34,15 +34,16 @@ STATE = "off_policy"
 LossTerms = dict[str, Tensor]
 
 
-class OffPolicyModule(TermsModule):
+class OffPolicyModule(LossTermsModule):
     """An agent that learns from the batches of a replay buffer.
 
     ``configure_model`` builds the networks from ``trainer.datamodule.specs``; without a trainer call ``build(specs)``.
-    ``targets`` holds a target network for each name in ``followed``. A training step writes the absolute TD errors into
-    the batch as ``td_error``. It uses the entries ``priority_weight``, ``mask``, ``gamma`` and ``steps_to_next_obs``.
-    With a ``RecurrentNetwork``, batches are sequences ``[B, T]`` with stored recurrent states. Subclasses build the
-    networks and return the loss in ``losses``, with the functions of :mod:`torchrl_lightning.agents.loss_functions`.
-    If the networks are perceptrons on one CPU, our agents compute gradients without autograd, equal up to float error.
+    ``targets`` holds a target network for each name in ``target_names``. A training step writes the absolute TD errors
+    into the batch as ``td_error``. It uses the entries ``priority_weight``, ``mask``, ``gamma`` and
+    ``steps_to_next_obs``. With a ``RecurrentNetwork``, batches are sequences ``[B, T]`` with stored recurrent states.
+    Subclasses build the networks and return the loss in ``losses``, with the functions of
+    :mod:`torchrl_lightning.agents.loss_functions`. If the networks are perceptrons on one CPU, our agents compute
+    gradients without autograd, equal up to float error.
 
     Args:
         network: Network in front of the heads; two layers of 256 rectified units by default.
@@ -61,21 +62,21 @@ class OffPolicyModule(TermsModule):
     """
 
     CONFIG_NAME: ClassVar[str | None] = None
-    dry_run_of = "build_networks"
+    build_method = "build_networks"
     stream_kind = "replay"
-    training_metrics = (*TermsModule.training_metrics, *train_names("exploration", "updates"))
+    training_metrics = (*LossTermsModule.training_metrics, *train_names("exploration", "updates"))
     loops_over_updates = True
     suggested_data = "data=uniform (ReplayDataModule)"
-    followed: ClassVar[Sequence[str]]
+    target_names: ClassVar[Sequence[str]]
     _policy: ExploringPolicy | None = None  # set by build
 
-    network: Annotated[Network, described_network(lambda: MLPNetwork([256, 256], "relu"))] = setting(
+    network: Annotated[Network, network_check(lambda: MLPNetwork([256, 256], "relu"))] = setting(
         default=None, kw_only=False
     )
     gamma: Fraction = 0.99
     critic_optimizer: OptimizerFactory | None = None
-    tau: Share = 0.005
-    target_interval: Count = 1
+    tau: PositiveFraction = 0.005
+    target_interval: PositiveInt = 1
     refresh_states: bool = False
 
     def __post_init__(self) -> None:
@@ -140,7 +141,7 @@ class OffPolicyModule(TermsModule):
             policy = self.build_networks(specs, network)
             # Not registered, because the state dict already holds the networks as attributes of this module.
             set_unregistered(self, _policy=policy)
-            names = [*self.followed, *(["memory"] if self.memory is not None else [])]
+            names = [*self.target_names, *(["memory"] if self.memory is not None else [])]
             self.targets = TargetNetworks({name: getattr(self, name) for name in names})
             policy.amount.fill_(self.exploration(0))
         return self
@@ -157,7 +158,9 @@ class OffPolicyModule(TermsModule):
             return entries
         is_init, states = step.get("is_init"), [step.get(key) for key in self._state_keys]
         sequence = [entry.unsqueeze(0) for entry in entries]
-        return [self.memory.run(sequence, is_init.reshape(1, -1), [state[:1] for state in states]).squeeze(0)]
+        return [
+            self.memory.encode_sequences(sequence, is_init.reshape(1, -1), [state[:1] for state in states]).squeeze(0)
+        ]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # The policy is not registered, so nn.Module does not move it.
@@ -176,9 +179,9 @@ class OffPolicyModule(TermsModule):
         others = [parameter for group in groups.values() for parameter in group]
         return self.build_optimizers(others, critic, self.critic_optimizer)
 
-    def follow_schedules(self) -> None:
+    def apply_schedules(self) -> None:
         """Set learning rates and exploration from the frames, so that a resumed run has the same values."""
-        super().follow_schedules()
+        super().apply_schedules()
         self.update_exploration()
 
     def update_exploration(self) -> None:
@@ -199,7 +202,7 @@ class OffPolicyModule(TermsModule):
             self.minimise(terms, inner=number > 0)
             self.updates += 1
             if self.updates % self.target_interval == 0 and self.targets is not None:
-                self.targets.follow(self.tau)
+                self.targets.soft_update(self.tau)
             minibatch.set("td_error", errors)
             if states is not None:
                 self._write_states(minibatch, states)
@@ -236,9 +239,9 @@ class OffPolicyModule(TermsModule):
     def losses(self, batch: Transitions) -> tuple[LossTerms, Tensor]:
         """Return scalar losses (``loss_...``) and diagnostics, and the absolute errors ``[*B]``."""
 
-    def report(self) -> dict[str, float]:
+    def epoch_metrics(self) -> dict[str, float]:
         """Return the base metrics, the exploration and the number of updates."""
-        return {**super().report(), "exploration": float(self.policy.amount), "updates": float(self.updates)}
+        return {**super().epoch_metrics(), "exploration": float(self.policy.amount), "updates": float(self.updates)}
 
     # -- state ------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchrl_lightning._core.checksums import is_plain
+from torchrl_lightning._core.checksums import is_dense_tensor
 from torchrl_lightning._core.file_limits import OPTIMIZER_COUNT, OPTIMIZER_STEPS
 
 _REMEDY = "Resume from another checkpoint, or start again without ckpt_path"
@@ -117,12 +117,12 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_scalar(value: Any) -> bool:
-    return not isinstance(value, Tensor) or (is_plain(value) and value.ndim == 0)
+    return not isinstance(value, Tensor) or (is_dense_tensor(value) and value.ndim == 0)
 
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return is_plain(value) and value.numel() == 1 and bool(value.isfinite())
+        return is_dense_tensor(value) and value.numel() == 1 and bool(value.isfinite())
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:
@@ -199,7 +199,7 @@ def _compare_entry(expected: Any, value: Any, where: str, key: str) -> None:
     if isinstance(expected, Tensor) and expected.ndim:
         if not (
             isinstance(value, Tensor)
-            and is_plain(value)
+            and is_dense_tensor(value)
             and value.shape == expected.shape
             and value.dtype == expected.dtype
             and _strides(value) == _strides(expected)
@@ -229,7 +229,7 @@ def _strides(tensor: Tensor) -> list[int]:
 def _describe(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"{value!r:.60}" if isinstance(value, bool | int | float | None) else f"a {type(value).__name__}"
-    if not is_plain(value):
+    if not is_dense_tensor(value):
         return f"a tensor in the layout {value.layout}"
     if not value.ndim:
         return f"a number of {value.dtype}"

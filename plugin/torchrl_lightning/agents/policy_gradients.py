@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrl_lightning._core.keys import REPLAYED
 from torchrl_lightning._core.protocols import DataApi
-from torchrl_lightning._core.settings import Finite, NotNegative, Positive, Switch
+from torchrl_lightning._core.settings import Boolean, Finite, NonNegative, Positive
 from torchrl_lightning.agents.actor_critic import ActorCriticModule, required_entry
 from torchrl_lightning.agents.loss_functions import clipped_surrogate_loss, kl_estimate, policy_gradient_loss
 from torchrl_lightning.agents.metrics import train_names
@@ -35,7 +35,7 @@ class ReinforceModule(ActorCriticModule):
         *train_names("loss_actor", "loss_value", "entropy"),
     )
 
-    critic_coeff: NotNegative = 1.0
+    critic_coeff: NonNegative = 1.0
 
     def losses(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Return the policy gradient loss, the baseline's loss and the entropy."""
@@ -156,7 +156,7 @@ class PPOModule(EntropyModule):
 
     clip_epsilon: Positive = 0.2
     clip_schedule: str | Schedule = "constant"
-    normalize_advantage: Switch | None = None
+    normalize_advantage: Boolean | None = None
     target_kl: Positive | None = None
 
     def __post_init__(self) -> None:
@@ -178,7 +178,7 @@ class PPOModule(EntropyModule):
                 self.clip_schedule,
             )
 
-    def misfit(self, data: Any) -> str | None:
+    def incompatibility(self, data: Any) -> str | None:
         """Return an error message if a setting does not fit the DataModule's rollouts, else None."""
         data_api = DataApi.of(data)
         if _learns_once(data_api):
@@ -190,7 +190,7 @@ class PPOModule(EntropyModule):
                     )
         standardized_by = data_api.advantages_standardized_by if self.normalize_advantage is False else None
         if standardized_by is None:
-            return super().misfit(data)
+            return super().incompatibility(data)
         return (
             f"normalize_advantage must not be False, because {standardized_by} standardises the advantages over each "
             "rollout. Set standardize_advantages=False in the buffer (data.buffer.standardize_advantages=false), or "
@@ -221,7 +221,7 @@ class PPOModule(EntropyModule):
 
 def _learns_once(data: DataApi) -> bool:
     """Return whether a DataModule serves one update of each rollout, collected by the current policy."""
-    return not data.make_collector and data.updates_of_epoch == 1  # a user's collector may use older weights
+    return not data.make_collector and data.resolved_updates_per_epoch == 1  # a user's collector may use older weights
 
 
 def mean_over_agent_steps(values: Tensor, batch: TensorDictBase) -> Tensor:

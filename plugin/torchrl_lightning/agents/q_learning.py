@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from torchrl_lightning._core.protocols import DataApi
 from torchrl_lightning._core.settings import (
-    Count,
     Finite,
     FinitePositive,
     Fraction,
-    NotNegative,
+    NonNegative,
     Positive,
+    PositiveInt,
     computed,
     setting,
 )
@@ -38,7 +38,7 @@ from torchrl_lightning.agents.networks.exploration import (
     NoisyPolicy,
     StochasticPolicy,
 )
-from torchrl_lightning.agents.networks.network_protocol import Network, described_network
+from torchrl_lightning.agents.networks.network_protocol import Network, network_check
 from torchrl_lightning.agents.networks.q_networks import ActionValue, CriticEnsemble, build_q_network
 from torchrl_lightning.agents.networks.squashed import build_deterministic_actor, build_squashed_actor
 from torchrl_lightning.agents.off_policy import LossTerms, OffPolicyModule
@@ -78,10 +78,10 @@ class DQNModule(OffPolicyModule):
     """
 
     supports_action_masks = True
-    followed = ("q_network",)
+    target_names = ("q_network",)
     training_metrics = (*OffPolicyModule.training_metrics, *train_names("loss_value", "value", "loss_margin"))
 
-    network: Annotated[Network, described_network(lambda: MLPNetwork([64, 64], "relu"))] = setting(
+    network: Annotated[Network, network_check(lambda: MLPNetwork([64, 64], "relu"))] = setting(
         default=None, kw_only=False
     )
     double_q: bool = setting(default=True, alias="double")
@@ -90,9 +90,9 @@ class DQNModule(OffPolicyModule):
     epsilon_start: Fraction = 1.0
     epsilon_end: Fraction = 0.05
     epsilon_frames: int = 10_000
-    epsilon_spread: NotNegative = 0.0
-    margin_coeff: NotNegative = 0.0
-    margin: NotNegative = 0.8
+    epsilon_spread: NonNegative = 0.0
+    margin_coeff: NonNegative = 0.0
+    margin: NonNegative = 0.8
     learning_rate: Positive = 1e-3
     max_grad_norm: Positive | None = 10.0
 
@@ -101,7 +101,7 @@ class DQNModule(OffPolicyModule):
         self.require_effect("margin", self.margin_coeff, "margin_coeff")
         self.epsilon = FramesDecay(self.epsilon_start, self.epsilon_end, self.epsilon_frames)
 
-    def misfit(self, data: Any) -> str | None:
+    def incompatibility(self, data: Any) -> str | None:
         """Return an error message if a setting needs workers or demonstrations that the DataModule lacks, else None."""
         data_api = DataApi.of(data)
         if self.epsilon_spread and data_api.make_collector is None:
@@ -110,7 +110,7 @@ class DQNModule(OffPolicyModule):
                 "workers. Leave it out, or set data.collector=."
             )
         if not self.margin_coeff or data_api.dataset_share is not None:
-            return super().misfit(data)
+            return super().incompatibility(data)
         return (
             f"margin_coeff must be 0 without demonstrations in each batch, got {self.margin_coeff}. Set data.dataset= "
             "and data.dataset_share= (of a ReplayDataModule), or leave it out."
@@ -143,7 +143,7 @@ class DQNModule(OffPolicyModule):
         loss, error = batch.td_loss(values, target, self.loss_function)
         terms = {"loss_value": loss, "value": batch.mean(values.detach())}
         if self.margin_coeff:
-            assert batch.source is not None  # misfit() has checked it
+            assert batch.source is not None  # incompatibility() has checked it
             margin_losses = margin_loss(all_values, batch.action, self.margin, one_hot=one_hot)
             terms["loss_margin"] = self.margin_coeff * batch.mean(torch.where(batch.source > 0, margin_losses, 0.0))
         return terms, error
@@ -182,13 +182,13 @@ class SACModule(OffPolicyModule):
         torch.Size([4, 1])
     """
 
-    followed = ("critics",)
+    target_names = ("critics",)
     training_metrics = (
         *OffPolicyModule.training_metrics,
         *train_names("loss_qvalue", "loss_actor", "loss_alpha", "value", "entropy", "alpha", "alpha_grad_norm"),
     )
 
-    num_critics: Count = 2
+    num_critics: PositiveInt = 2
     alpha: FinitePositive = 1.0
     learn_alpha: bool = True
     target_entropy: Finite | None = None
@@ -234,9 +234,9 @@ class SACModule(OffPolicyModule):
             groups["alpha"] = [self.log_alpha]
         return groups
 
-    def follow_schedules(self) -> None:
+    def apply_schedules(self) -> None:
         """Set learning rates and a constant temperature, because a checkpoint may have loaded another temperature."""
-        super().follow_schedules()
+        super().apply_schedules()
         if not isinstance(self.log_alpha, nn.Parameter):
             self.log_alpha.fill_(math.log(self.alpha))
 
@@ -252,7 +252,7 @@ class SACModule(OffPolicyModule):
         loss, error = batch.td_loss(values, target, self.loss_function)
         now = batch.detached
         action, log_prob = head.rsample(head(encoder(*now)))
-        soft_values = soft_value(critics.judge(now, action), log_prob, alpha)
+        soft_values = soft_value(critics.q_values(now, action), log_prob, alpha)
         terms = {"loss_qvalue": loss, "loss_actor": -batch.mean(soft_values)}
         if isinstance(self.log_alpha, nn.Parameter):
             terms["loss_alpha"] = batch.mean(temperature_loss(self.log_alpha, log_prob, self.target_entropy or 0.0))
@@ -297,17 +297,17 @@ class TD3Module(OffPolicyModule):
         torch.Size([4, 1])
     """
 
-    followed = ("actor_network", "critics")
+    target_names = ("actor_network", "critics")
     training_metrics = (*OffPolicyModule.training_metrics, *train_names("loss_qvalue", "loss_actor", "value"))
 
-    num_critics: Count = 2
-    noise: NotNegative = 0.1
-    noise_end: NotNegative | None = None
-    noise_frames: Count = 1
-    policy_noise: NotNegative = 0.2
+    num_critics: PositiveInt = 2
+    noise: NonNegative = 0.1
+    noise_end: NonNegative | None = None
+    noise_frames: PositiveInt = 1
+    policy_noise: NonNegative = 0.2
     noise_clip: Positive = 0.5
     loss_function: Distance = "l2"
-    target_interval: Count = 2
+    target_interval: PositiveInt = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -361,7 +361,7 @@ class TD3Module(OffPolicyModule):
         if self._updates_actor:
             actor, now = self.actor_network, batch.detached
             action = actor.head(actor.trunk.encoder(*now))
-            terms["loss_actor"] = -batch.mean(self.critics.judge(now, action, 1)[0])
+            terms["loss_actor"] = -batch.mean(self.critics.q_values(now, action, 1)[0])
         return terms, error
 
     def idle_parameters(self) -> list[nn.Parameter]:

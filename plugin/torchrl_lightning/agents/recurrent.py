@@ -71,9 +71,9 @@ def encode_sequence(batch: Transitions, online: RecurrentTrunk, target: Recurren
         entries = [torch.cat([a, b[:, -1:]], 1) for a, b in zip(batch.now, batch.after, strict=True)]
         is_init = torch.cat([batch.is_init, torch.zeros_like(batch.is_init[:, -1:])], 1)
     initial_states = [state[:, 0] for state in batch.states]
-    features = online.run(entries, is_init, initial_states)
+    features = online.encode_sequences(entries, is_init, initial_states)
     with torch.no_grad():
-        target_features = target.run(entries, is_init, initial_states)
+        target_features = target.encode_sequences(entries, is_init, initial_states)
     if has_inner_boundary:
         now, after = _gather(features, steps), _gather(features.detach(), successors)
         after_target = _gather(target_features, successors)

@@ -12,7 +12,7 @@ from torchrl.data import Categorical
 
 from torchrl_lightning._core.modules import EvaluationMode
 from torchrl_lightning._core.moments import precision_of
-from torchrl_lightning._core.settings import Count, Settings, Share, computed, default_factory, setting
+from torchrl_lightning._core.settings import PositiveFraction, PositiveInt, Settings, computed, default_factory, setting
 from torchrl_lightning._core.tree import next_key
 from torchrl_lightning.agents.networks.actors import observation_entries
 from torchrl_lightning.agents.networks.encoders import MLPNetwork, orthogonal
@@ -52,9 +52,9 @@ class RandomNetworkDistillation(Settings, nn.Module):
     network: Annotated[Network, default_factory(lambda: MLPNetwork([64, 64], "relu"))] = setting(
         default=None, kw_only=False
     )
-    embedding_size: Count = 64
+    embedding_size: PositiveInt = 64
     clip: float = 5.0
-    update_fraction: Share = 1.0
+    update_fraction: PositiveFraction = 1.0
     count: Tensor = computed()
     mean_0: Tensor = computed()
 

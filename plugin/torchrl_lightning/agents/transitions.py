@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrl_lightning._core.keys import ACTION_MASK, SOURCE
 from torchrl_lightning._core.tree import path_of, raw_items
 from torchrl_lightning.agents.loss_functions import td_loss
-from torchrl_lightning.environments.masks import usable
+from torchrl_lightning.environments.masks import nonempty_mask
 
 Entries = list[Tensor]
 
@@ -128,7 +128,7 @@ def read_transitions(
         states=states,
         steps=num_steps,
         source=entries.get(SOURCE),
-        allowed=usable(_entries(raw_items(entries["next"]), [ACTION_MASK], batch)[0]) if masked else None,
+        allowed=nonempty_mask(_entries(raw_items(entries["next"]), [ACTION_MASK], batch)[0]) if masked else None,
     )
 
 

@@ -71,7 +71,7 @@ class BufferReport(SparseCallback):
         except ValueError as error:  # a failed report must not end the run
             logger.warning("%s is not written: %s", self.path, error)
             return
-        if self._sample_counter is not None and self._sample_counter.number and report.summaries:
+        if self._sample_counter is not None and self._sample_counter.num_samples and report.summaries:
             summary = replace(report.summaries[0], draws=self._sample_counter)
             report = replace(report, summaries=(summary, *report.summaries[1:]))
         Path(self.path).parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ class BufferReport(SparseCallback):
             return
         index, write_position = batch.get("index", None), batch.get("write_position", None)
         if index is not None and write_position is not None:
-            self._sample_counter.note(index, write_position.expand(index.shape))
+            self._sample_counter.update(index, write_position.expand(index.shape))
 
 
 def _buffer(trainer: Trainer) -> Any:

@@ -103,7 +103,7 @@ class LastCheckpoint(SparseCallback, Checkpoint):
         if trainer.world_size > 1:
             logger.warning("stopped by %s; with several ranks, an exception saves no checkpoint.", reason)
             return
-        if interrupts.is_torn:
+        if interrupts.interrupted_within_step:
             checkpoint = f"{self.path} is the previous state" if self.path.exists() else "there is no checkpoint yet"
             logger.warning("stopped by %s within a step, so the state is not saved; %s.", reason, checkpoint)
             return
@@ -130,7 +130,7 @@ class LastCheckpoint(SparseCallback, Checkpoint):
         """
         self._training = False  # on_validation_end must not save again
         before = _callback_states(trainer)
-        evaluate(trainer)
+        run_validation(trainer)
         after, checkpoint_io = _callback_states(trainer), trainer.strategy.checkpoint_io
         # Other checkpoint plugins may still be writing the file.
         if (
@@ -170,7 +170,7 @@ def _callbacks(trainer: Any) -> list[Any]:
     return callbacks
 
 
-def evaluate(trainer: Trainer) -> None:
+def run_validation(trainer: Trainer) -> None:
     """Run the validation loop of a fit, with all callbacks."""
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
     trainer.validating = True

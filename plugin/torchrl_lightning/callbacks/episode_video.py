@@ -50,7 +50,7 @@ class EpisodeVideo(SparseCallback):
         if stage != "fit" or not trainer.is_global_zero:
             return
         data = DataApi.of_run(trainer)
-        if data.film is None or data.clock is None:
+        if data.record_video is None or data.clock is None:
             kind = type(data.part).__name__
             raise UserError(f"EpisodeVideo needs the evaluation environment of an ExperienceDataModule, got a {kind}.")
         check_renderable(data.eval_env)
@@ -64,11 +64,11 @@ class EpisodeVideo(SparseCallback):
         if (self._evaluations - 1) % self.every_n_evaluations:
             return
         data = DataApi.of_run(trainer)
-        assert data.film is not None
+        assert data.record_video is not None
         assert data.clock is not None
         count, unit = data.clock
         path = self.dirpath / f"{unit}_{count:09d}.mp4"
         try:
-            data.film(pl_module.policy, path)
+            data.record_video(pl_module.policy, path)
         except OSError as error:  # a failed video must not end the run
             logger.warning("%s is not written: %s", path, error)

@@ -11,7 +11,7 @@ from typing import Any
 from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.metric_logging import EVALUATION, TRAINING
 from torchrl_lightning._core.protocols import DataApi, LearnerApi
-from torchrl_lightning._core.suggestions import did_you_mean, nearest
+from torchrl_lightning._core.suggestions import closest_name, did_you_mean
 
 _PACKAGE = __name__.partition(".")[0]
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ def check_monitor(monitor: Any, trainer: Any, module: Any) -> None:
     if not monitor.startswith(TRAINING):
         known = LearnerApi.of(module).evaluation_metrics
         knows_all = monitor.startswith(EVALUATION) and _knows_evaluation_metrics(trainer, module)
-        if monitor not in known and (knows_all or nearest(monitor, known) is not None):
+        if monitor not in known and (knows_all or closest_name(monitor, known) is not None):
             raise unknown_metric(monitor, known)
         return
     episode_names = episode_metrics(trainer)
@@ -62,7 +62,7 @@ def _suggestion(monitor: str, known: Iterable[str]) -> str:
         return did_you_mean(monitor, known)
     known = sorted(known)
     names = [name.removeprefix(TRAINING) for name in known if name.startswith(TRAINING)]
-    suggestion = nearest(monitor.removeprefix(TRAINING), names)
+    suggestion = closest_name(monitor.removeprefix(TRAINING), names)
     return f"; known are {', '.join(known)}." if suggestion is None else f"; did you mean {TRAINING}{suggestion}?"
 
 
@@ -106,4 +106,4 @@ def _is_ours(part: Any) -> bool:
 
 def _is_similar_to_any(name: str, known: Iterable[str]) -> bool:
     """Return True if a name is similar to a known metric; ignore the prefix ``train/``."""
-    return nearest(name.removeprefix(TRAINING), [entry.removeprefix(TRAINING) for entry in known]) is not None
+    return closest_name(name.removeprefix(TRAINING), [entry.removeprefix(TRAINING) for entry in known]) is not None

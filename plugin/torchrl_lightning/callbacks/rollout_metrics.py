@@ -6,7 +6,7 @@ import time
 
 from lightning.pytorch import LightningModule, Trainer
 
-from torchrl_lightning._core.metric_logging import count_rows_by_clock, count_rows_by_lightning, publish
+from torchrl_lightning._core.metric_logging import log_over_clock, log_over_lightning_steps, publish_metrics
 from torchrl_lightning._core.protocols import DataApi
 from torchrl_lightning._core.validators import Checked, integer
 from torchrl_lightning.callbacks.sparse import SparseCallback
@@ -43,11 +43,11 @@ class RolloutMetricsLogger(SparseCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Make Lightning log rows with the DataModule's count as their step."""
-        count_rows_by_clock(trainer)
+        log_over_clock(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore Lightning's own step for logged rows."""
-        count_rows_by_lightning(trainer)
+        log_over_lightning_steps(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Restore Lightning's own step, because Lightning skips :meth:`teardown` after an exception."""
@@ -68,6 +68,6 @@ class RolloutMetricsLogger(SparseCallback):
         metrics = dict(data.metrics())
         metrics[f"{unit}_per_second"] = (count - self._last_count) / max(now - self._last_time, 1e-9)
         self._last_time, self._last_count = now, count
-        publish(trainer, metrics)
+        publish_metrics(trainer, metrics)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=count)

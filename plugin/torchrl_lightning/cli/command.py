@@ -63,9 +63,9 @@ def limit_threads(number: int) -> None:
     import torch
     from threadpoolctl import threadpool_limits
 
-    from torchrl_lightning.environments.workers.threads import kept_threads
+    from torchrl_lightning.environments.workers.threads import preserve_num_threads
 
-    cleanup.enter_context(kept_threads())
+    cleanup.enter_context(preserve_num_threads())
     torch.set_num_threads(number)
     cleanup.enter_context(threadpool_limits(number, user_api="blas"))
 

@@ -25,7 +25,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.processes import resource_error
-from torchrl_lightning._core.suggestions import did_you_mean, nearest
+from torchrl_lightning._core.suggestions import closest_name, did_you_mean
 from torchrl_lightning._core.untrusted import MESSAGE_LIMIT, printable
 from torchrl_lightning._hydra.compat import options_parser
 from torchrl_lightning._hydra.paths import BASE_DIR, CONF_DIR, EXPORT_DIR
@@ -132,7 +132,7 @@ def read_options(arguments: Sequence[str]) -> Namespace:
     options, others = parser.parse_known_intermixed_args(arguments)
     for unknown in (argument for argument in others if argument.startswith("-")):
         flag, _, value = unknown.partition("=")
-        suggestion = nearest(flag, re.findall(r"--[\w-]+", parser.format_usage()))
+        suggestion = closest_name(flag, re.findall(r"--[\w-]+", parser.format_usage()))
         hint = f"settings have no dashes: {flag.lstrip('-')}={value or 'VALUE'}."
         if suggestion:
             hint = f"did you mean {suggestion}?"
@@ -211,7 +211,7 @@ def _did_you_mean(key: str, cause: OmegaConfBaseException | None, groups: list[s
     names = [*settings, *groups]
     if key in names:  # the name exists, but the command misuses it
         return "."
-    if nearest(key, names, 0.8) is None and settings:
+    if closest_name(key, names, 0.8) is None and settings:
         if same_name := [name for name in settings if name.rpartition(".")[2] == key.rpartition(".")[2]]:
             return f"; did you mean {' or '.join(same_name[:3])}?"
         names = [str(name) for name in parent if not str(name).startswith("_")]

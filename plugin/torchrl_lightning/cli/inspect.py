@@ -86,18 +86,18 @@ def inspect_path(source: Path, last: int | None = None) -> Inspection:
 
 
 def _inspect_folder(folder: Path, last: int | None) -> Inspection:
-    from torchrl_lightning._core.files import MANIFEST, read_state
+    from torchrl_lightning._core.files import MANIFEST, read_state_folder
     from torchrl_lightning.demonstrations.io.safetensors_files import SUFFIXES
     from torchrl_lightning.inspection.report import inspect_state
 
     if (folder / MANIFEST).is_file():
-        return inspect_state(read_state(folder, streamed=True), folder, last=last)
+        return inspect_state(read_state_folder(folder, streamed=True), folder, last=last)
     checkpoints = [*(folder / "checkpoints").glob("*.ckpt"), *folder.glob("*.ckpt")]
     if checkpoints:
         newest = max(checkpoints, key=lambda path: (path.stat().st_mtime_ns, path.name == "last.ckpt"))
         return _inspect_checkpoint(newest, folder, last)
     if newest_state := _newest_state(folder):  # a run without a checkpoint yet
-        return inspect_state(read_state(newest_state, streamed=True), newest_state, last=last)
+        return inspect_state(read_state_folder(newest_state, streamed=True), newest_state, last=last)
     files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES and not path.name.startswith("."))
     if files:
         return _inspect_demonstrations(files, folder)
@@ -114,10 +114,10 @@ def _newest_state(folder: Path) -> Path | None:
 
 def _inspect_checkpoint(path: Path, run: Path, last: int | None) -> Inspection:
     """Inspect the buffer of each rank, inside a checkpoint or next to it."""
-    from torchrl_lightning._core.files import read_state
+    from torchrl_lightning._core.files import read_state_folder
     from torchrl_lightning.datamodules._run.snapshots import snapshot_of
     from torchrl_lightning.deploy.loading import read_checkpoint
-    from torchrl_lightning.inspection.buffer_views import contents_in, unreadable
+    from torchrl_lightning.inspection.buffer_views import find_buffers, unreadable
     from torchrl_lightning.inspection.report import NoBufferError, inspect_contents
 
     stored = read_checkpoint(path, mapped=True)
@@ -132,11 +132,11 @@ def _inspect_checkpoint(path: Path, run: Path, last: int | None) -> Inspection:
         for number, rank_state in enumerate(ranks if isinstance(ranks, list | tuple) else ()):
             if isinstance(rank_state, dict) and isinstance(reference := rank_state.get("snapshot"), dict):
                 try:
-                    rank_state["buffer"] = read_state(snapshot_of(reference, run / "buffer"), streamed=True)
+                    rank_state["buffer"] = read_state_folder(snapshot_of(reference, run / "buffer"), streamed=True)
                 except (ValueError, OSError) as error:
                     unreadable_parts.append(unreadable(f"the buffer of rank {number}", error))
     try:
-        return inspect_contents([*contents_in(state, str(path), last), *unreadable_parts], path)
+        return inspect_contents([*find_buffers(state, str(path), last), *unreadable_parts], path)
     except NoBufferError as error:
         raise UsageError(f"{path} contains no buffer; train with data.checkpoint_buffer=inside (or beside).") from error
 

@@ -130,8 +130,8 @@ class AsynchronousCollector(WorkersCollector):
     def _send_deltas(self) -> None:
         if self._pool is not None:
             for worker in range(self.num_workers):
-                if (news := self._news(worker)) is not None:
-                    self._pool.send_delta(worker, news)
+                if (delta := self._pickled_delta(worker)) is not None:
+                    self._pool.send_delta(worker, delta)
 
     def _publish(self, version: int) -> None:
         if self._weights is not None:

@@ -28,7 +28,10 @@ def _by_dotted_name(states: Mapping[NestedKey, Tensor]) -> dict[str, Tensor]:
 
 
 RECURRENT_STATES = Attribute(
-    of=lambda collector: collector._check_states, at="_states", form=_by_dotted_name, only="_has_replay"
+    check_for=lambda collector: collector._check_states,
+    attribute="_states",
+    to_saved=_by_dotted_name,
+    exists_if="_has_replay",
 )
 """State entry: recurrent states of environments in a replay."""
 
@@ -72,7 +75,7 @@ class CollectorBase(Stateful):
         "batches": Attribute(bounded_integer(), "_batches"),
         "seed": Attribute(bounded_integer()),
     }
-    flags_beginnings = True
+    marks_trajectory_starts = True
     """Whether ``is_init`` and ``done`` mark the start of each trajectory."""
     _has_replay = False  # True if a replay is given; it continues in a restored collector
     _states: Mapping[NestedKey, Tensor]  # recurrent states of running episodes

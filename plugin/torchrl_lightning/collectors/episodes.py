@@ -18,7 +18,7 @@ from torchrl_lightning._core.validators import boolean, integer
 from torchrl_lightning.collectors.rollout_loop import RolloutLoop, RolloutMemory
 from torchrl_lightning.collectors.vector_stepper import VectorStepper
 from torchrl_lightning.environments.actions import check_clipping
-from torchrl_lightning.environments.backends.torchrl_batch import stepped_together
+from torchrl_lightning.environments.backends.torchrl_batch import as_batch_vector_env
 from torchrl_lightning.environments.backends.torchrl_env import copy_calls, make_environment, with_bookkeeping
 from torchrl_lightning.environments.env_errors import env_errors, position, reraise_step_error
 from torchrl_lightning.environments.observation_limits import check_magnitudes, magnitude_limits
@@ -105,7 +105,7 @@ def play_episodes(
             IsolatedRng(None if seed is None else spawn_seed(seed, "episodes", "policy"), policy_device(policy)),
             set_exploration_type(ExplorationType.DETERMINISTIC if deterministic else ExplorationType.RANDOM),
         ):
-            vector_env = stepped_together(built) if isinstance(built, EnvBase) else built
+            vector_env = as_batch_vector_env(built) if isinstance(built, EnvBase) else built
             if vector_env is None:
                 return _play_torchrl(built, policy, num_episodes, seed, clip)
             return _play(VectorStepper(vector_env), policy, num_episodes, seed, clip)

@@ -101,7 +101,7 @@ class GymnasiumCollector(CollectorBase):
         **CollectorBase.STATE,
         "trajectories": Attribute(bounded_integer(), "_trajectories"),
         "static_seed": Attribute(flag, "_static_seed"),
-        "trajectory_ids": InPlace(at="_ids", low=0, only="_has_replay"),
+        "trajectory_ids": InPlace(attribute="_ids", low=0, exists_if="_has_replay"),
         "recurrent_states": RECURRENT_STATES,
     }
 

@@ -111,7 +111,7 @@ def run_worker(task: WorkerTask, weights: SharedWeights, connection: Connection)
         pass  # the parent has exited or closed the connection
     except EnvironmentFault as fault:
         with suppress(OSError):
-            connection.send(("fault", fault.sent()))
+            connection.send(("fault", fault.to_remote()))
         sys.exit(_FAULT_EXIT_CODE)
     except BaseException as error:
         reason = resource_error(error)
@@ -134,7 +134,7 @@ def _collect(task: WorkerTask, weights: SharedWeights, connection: Connection) -
                 if message is None:
                     return worker.collector.shutdown()
                 if isinstance(message, Tensor):
-                    worker.follow(message.numpy().tobytes())
+                    worker.apply_delta(message.numpy().tobytes())
                 else:
                     free.append(message)
             version = weights.fetch(worker.policy, version)
@@ -143,7 +143,7 @@ def _collect(task: WorkerTask, weights: SharedWeights, connection: Connection) -
                 slots = [rollout.transpose(0, 1).clone().share_memory_() for _ in range(task.slots)]
                 connection.send(("slots", slots))
                 while isinstance(message := connection.recv(), Tensor):
-                    worker.follow(message.numpy().tobytes())
+                    worker.apply_delta(message.numpy().tobytes())
                 if message is None:  # any other message means that the parent has mapped the slots
                     return worker.collector.shutdown()
             slot = free.pop(0)
@@ -193,7 +193,7 @@ class WorkerPool:
                 self._send(worker, content)
                 return rollout
             if kind == "fault":
-                raise content.within(f"In collector worker {worker}: ")
+                raise content.with_prefix(f"In collector worker {worker}: ")
             if kind == "error":
                 raise RuntimeError(f"Collector worker {worker} failed:\n\n{content}")
             self._slots[worker] = content
@@ -220,7 +220,7 @@ class WorkerPool:
                 while process.exitcode == _FAULT_EXIT_CODE and connection.poll():
                     kind, content = connection.recv()
                     if kind == "fault":
-                        errors.append(content.within(f"In collector worker {worker}: "))
+                        errors.append(content.with_prefix(f"In collector worker {worker}: "))
         for connection in self._connections:
             connection.close()
         self._processes, self._connections, self._slots = [], [], []

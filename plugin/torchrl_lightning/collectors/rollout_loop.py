@@ -113,7 +113,7 @@ class RolloutLoop:
         except EnvironmentFault as fault:
             if fault.__cause__ is not None:  # the cause may be an invalid value that the environment returned earlier
                 memory.check_part(completed, first_step)
-            fault.within(f"At step {first_step + completed} of the rollout, ")
+            fault.with_prefix(f"At step {first_step + completed} of the rollout, ")
             raise
         except Exception:
             # The policy may have failed because of an invalid observation.

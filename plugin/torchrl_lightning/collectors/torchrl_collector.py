@@ -87,7 +87,9 @@ class TorchRLCollector(CollectorBase):
     STATE = {
         **CollectorBase.STATE,
         "trajectories": Attribute(bounded_integer(), "_trajectories"),
-        "ended": Attribute(of=lambda owner: tensor(torch.bool, owner.num_envs), at="_ended", only="_has_replay"),
+        "ended": Attribute(
+            check_for=lambda owner: tensor(torch.bool, owner.num_envs), attribute="_ended", exists_if="_has_replay"
+        ),
         "recurrent_states": RECURRENT_STATES,
     }
 
@@ -281,7 +283,7 @@ class TorchRLCollector(CollectorBase):
         """Reset the environment before the next batch."""
         self._needs_reset, self._resumed = True, False
 
-    def _loaded(self) -> None:
+    def _post_load(self) -> None:
         self._resumed = self._has_replay
 
     def set_seed(self, seed: int) -> int:

@@ -57,7 +57,7 @@ class VectorStepper:
         self._paths = [path for path, _, _ in leaves]
         space = env.single_action_space
         self.action_shape = (env.num_envs, *(space.shape or ()))
-        self.actions = ActionFormat.of_space(space)
+        self.actions = ActionFormat.from_space(space)
         self._unchecked = {"reset", "step"}
         self._takes_one_seed = False  # True after the environment rejected a list of seeds
         self._can_reset_some = False  # True after a reset of some environments left the others unchanged

@@ -66,10 +66,10 @@ class Worker:
         rollout["collector", "policy_version"] = torch.full_like(ids, version)
         return rollout
 
-    def follow(self, delta: bytes) -> None:
+    def apply_delta(self, delta: bytes) -> None:
         """Apply pickled changes to the replay."""
         assert self.replay is not None
-        self.replay.follow(pickle.loads(delta))
+        self.replay.apply_delta(pickle.loads(delta))
 
 
 class WorkersCollector(CollectorBase):
@@ -83,7 +83,7 @@ class WorkersCollector(CollectorBase):
         **CollectorBase.STATE,
         "policy_version": Attribute(bounded_integer()),
         # For each worker, the index of its next rollout to yield.
-        "rollouts": InPlace(at="_yielded", low=0),
+        "rollouts": InPlace(attribute="_yielded", low=0),
     }
 
     def __init__(
@@ -176,7 +176,7 @@ class WorkersCollector(CollectorBase):
             policy = copy.deepcopy(policy).cpu()
         options = {**self._kwargs, "seed": self._worker_seed(worker)}
         if self._replay is not None:
-            self._snapshots[worker] = self._replay.contents()
+            self._snapshots[worker] = self._replay.snapshot()
             options["replay"] = self._replay.for_worker(spawn_seed(self.seed, "replay", worker, self._batches))
         label = f"The policy ({type(policy).__name__})" + ("" if self._replay is None else " or the replay")
         return _pickle((self.env, policy, options), label)
@@ -184,12 +184,12 @@ class WorkersCollector(CollectorBase):
     def _worker_seed(self, worker: int) -> int:
         return spawn_seed(self.seed, "worker", worker)
 
-    def _news(self, worker: int) -> bytes | None:
+    def _pickled_delta(self, worker: int) -> bytes | None:
         """Return the pickled replay changes that a worker lacks, or None if it is up to date."""
         if self._replay is None:
             return None
-        previous, self._snapshots[worker] = self._snapshots[worker], self._replay.contents()
-        return None if self._snapshots[worker] == previous else pickle.dumps(self._replay.news(previous))
+        previous, self._snapshots[worker] = self._snapshots[worker], self._replay.snapshot()
+        return None if self._snapshots[worker] == previous else pickle.dumps(self._replay.delta(previous))
 
     def _stop(self) -> None:
         """End all workers, if any are running."""

@@ -15,10 +15,10 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torchrl.envs import EnvBase
 
-from torchrl_lightning._core.errors import check_precision, check_stream, learning_dtype
+from torchrl_lightning._core.errors import autocast_dtype, check_precision, check_stream
 from torchrl_lightning._core.protocols import CollectorApi
 from torchrl_lightning._core.ranks import all_gather, state_of_rank
-from torchrl_lightning._core.settings import Count, Positive, Settings, Switch, choices, setting
+from torchrl_lightning._core.settings import Boolean, Positive, PositiveInt, Settings, choices, setting
 from torchrl_lightning._core.state import (
     Attribute,
     Child,
@@ -67,7 +67,7 @@ from torchrl_lightning.environments.autocast import with_autocast
 from torchrl_lightning.environments.normalization import EPSILON
 from torchrl_lightning.environments.seeds import check_seed
 from torchrl_lightning.environments.specs import specs_state
-from torchrl_lightning.environments.workers.threads import kept_threads
+from torchrl_lightning.environments.workers.threads import preserve_num_threads
 
 logger = logging.getLogger(__name__)
 
@@ -124,20 +124,20 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
     RUNTIME_ARGUMENTS: ClassVar[tuple[str, ...]] = ("freeze_statistics",)
     make_buffer: Any  # a setting of each subclass
     env: Any = setting(kw_only=False)
-    num_envs: Count = 8
-    frames_per_batch: Count = 1024
+    num_envs: PositiveInt = 8
+    frames_per_batch: PositiveInt = 1024
     total_frames: Annotated[int, budget] = -1
     make_collector: Callable[..., Iterable[TensorDictBase]] | None = setting(default=None, alias="collector")
     reset_at_each_batch: bool = False
     eval_env: Any = None
-    eval_episodes: Count = 10
-    eval_num_envs: Count = 10
+    eval_episodes: PositiveInt = 10
+    eval_num_envs: PositiveInt = 10
     eval_mode: Annotated[str, choices("deterministic", "sampled")] = "deterministic"
     normalize_observation: bool | Sequence[NestedKey] = False
     normalize_reward: bool = False
     normalize_clip: Positive = 10.0
     normalize_epsilon: Positive = EPSILON
-    freeze_statistics: Switch = False
+    freeze_statistics: Boolean = False
     seed: int | None = None
 
     buffer_class: ClassVar[type] = object
@@ -148,11 +148,11 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
     """Whether reset rows are dropped, so that vector environments in mode ``NEXT_STEP`` are accepted."""
     RUN_STATE: ClassVar[Mapping[str, Attribute]] = {
         "frames": Attribute(bounded_integer(), "_clock.frames"),
-        "replayed": Child(at="_clock"),
+        "replayed": Child(attribute="_clock"),
         "num_evaluations": Attribute(bounded_integer(), "_due_evaluation.count"),
         "rng": Attribute(generator("cpu"), "_stream.rng"),
-        "episodes": Child(at="_episodes"),
-        "normalization": Child(at="_normalization"),
+        "episodes": Child(attribute="_episodes"),
+        "normalization": Child(attribute="_normalization"),
         "collector": Attribute(optional(mapping), "_stream.collector_state"),
         "evaluation_due": Attribute(flag, "_due_evaluation.is_due"),
     }
@@ -329,7 +329,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
             self._clock = FrameClock(self.total_frames, self.state_frames(state))
         else:
             rank_state = state_of_rank(state["ranks"], self._rank, self.world_size)
-            run_state = self._run_state.read_state(rank_state)
+            run_state = self._run_state.validate_state(rank_state)
             self._load_parts(rank_state)
             self._run_state.apply_state(run_state)
             self._post_load(rank_state)
@@ -424,11 +424,11 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
     def _open_collector(self, policy: Any) -> None:
         """Build the collector; call this after weights are restored and on their device."""
         if self.make_collector is None:
-            self._stream.open(lambda: self._own_collector(policy))
+            self._stream.open(lambda: self._build_default_collector(policy))
         else:  # some TorchRL collectors reduce the threads of this process
-            self._stream.open(lambda: self._build_user_collector(policy), policy=policy, context=kept_threads())
+            self._stream.open(lambda: self._build_user_collector(policy), policy=policy, context=preserve_num_threads())
 
-    def _own_collector(self, policy: Any) -> tuple[CollectorApi, Iterator[TensorDictBase]]:
+    def _build_default_collector(self, policy: Any) -> tuple[CollectorApi, Iterator[TensorDictBase]]:
         env = self._wrap_env(self._environments.get_or_build())
         policy = self._normalizing_policy(self._wrap_policy(policy))
         collector = CollectorApi.of(build_default_collector(env, policy, **self._collector_options()))
@@ -451,7 +451,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
 
     def _with_training_autocast(self, module: Any) -> Any:
         """Return a policy or critic under the autocast of the training step."""
-        return with_autocast(module, learning_dtype(self.trainer))
+        return with_autocast(module, autocast_dtype(self.trainer))
 
     def _rollouts(self, collector: CollectorApi) -> Iterator[TensorDictBase]:
         """Return an iterator over a collector's rollouts."""
@@ -493,7 +493,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
             self.eval_env, self._normalizing_policy(policy), episodes, num_envs=num_envs, seed=seed, **options
         )
 
-    def film(self, policy: Any, path: Path) -> None:
+    def record_video(self, policy: Any, path: Path) -> None:
         """Play one evaluation episode and write it as a video; all videos of a run begin in the same state."""
         options = {"deterministic": self.eval_mode == "deterministic", "clip_actions": self._environments.clips(policy)}
         record_video(self.eval_env, self._normalizing_policy(policy), path, seed=self._spawn_seed("film"), **options)

@@ -18,7 +18,7 @@ from torchrl_lightning._core.errors import check_compatible
 from torchrl_lightning._core.interrupts import interrupts
 from torchrl_lightning._core.keys import REPEATED
 from torchrl_lightning._core.protocols import CollectorApi, LearnerApi
-from torchrl_lightning._core.settings import Count, Positive, Switch, computed, setting
+from torchrl_lightning._core.settings import Boolean, Positive, PositiveInt, computed, setting
 from torchrl_lightning._core.state import Attribute, Child, bounded_integer, mapping
 from torchrl_lightning._core.torchrl_compat import new_tensordict
 from torchrl_lightning._core.validators import integer, optional
@@ -95,25 +95,25 @@ class DynamicsDataModule(ExperienceDataModule):
     """
 
     make_buffer: ReplayBufferFactory = setting(alias="buffer")
-    batch_size: Count = 256
-    num_members: Count = 1
-    frames_per_fit: Count = 250
-    warmup_frames: Count = 1000
-    max_epochs_per_fit: Count = 100
+    batch_size: PositiveInt = 256
+    num_members: PositiveInt = 1
+    frames_per_fit: PositiveInt = 250
+    warmup_frames: PositiveInt = 1000
+    max_epochs_per_fit: PositiveInt = 100
     validation_fraction: float = 0.2
     max_validation: int = 5000
     observation_keys: Sequence[NestedKey] | None = None
     reward: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     terminated: bool = False
     frames_per_batch: Annotated[int, optional(integer)] = setting(default=None)
-    num_envs: Count = 1
+    num_envs: PositiveInt = 1
 
     stream_kind, buffer_class = "fits", ExperienceBuffer
     suggested_model = "model=pets (DynamicsEnsemble)"
     RUN_STATE = {
         **ExperienceDataModule.RUN_STATE,
         "metrics": Attribute(mapping, "_metrics"),
-        "split": Child(at="split"),
+        "split": Child(attribute="split"),
         "fits": Attribute(bounded_integer()),
         "epochs_of_fit": Attribute(bounded_integer()),
         "pass_of": Attribute(optional(bounded_integer()), "_epoch_of_pass"),
@@ -124,7 +124,7 @@ class DynamicsDataModule(ExperienceDataModule):
     normalize_reward: bool = computed()
     normalize_clip: Positive = computed()
     normalize_epsilon: Positive = computed()
-    freeze_statistics: Switch = computed()
+    freeze_statistics: Boolean = computed()
 
     def __post_init__(self) -> None:
         if self.frames_per_batch is None:
@@ -271,7 +271,7 @@ class DynamicsDataModule(ExperienceDataModule):
         return resumed and trainer.fit_loop.restarting and batches_served(self.trainer) > 0
 
     def _rollouts(self, collector: CollectorApi) -> Iterator[TensorDictBase]:
-        if collector.flags_beginnings:
+        if collector.marks_trajectory_starts:
             self._stream.skip_successor_checks(self.buffer)
         return super()._rollouts(collector)
 

@@ -15,7 +15,7 @@ from torchrl.envs import EnvBase
 from torchrl_lightning._core.errors import check_compatible
 from torchrl_lightning._core.keys import REPLAYED
 from torchrl_lightning._core.protocols import CollectorApi, LearnerApi
-from torchrl_lightning._core.settings import Count, setting
+from torchrl_lightning._core.settings import PositiveInt, setting
 from torchrl_lightning._core.state import Attribute, bounded_integer, fields, generator, mapping
 from torchrl_lightning._core.update_batches import UpdateBatches
 from torchrl_lightning._core.validators import integer, optional
@@ -67,8 +67,8 @@ class OnPolicyDataModule(UpdatesDataModule):
     """
 
     make_buffer: RolloutBufferFactory = setting(default=GAEBuffer, alias="buffer")
-    num_epochs: Count = 4
-    mini_batch_size: Count | None = None
+    num_epochs: PositiveInt = 4
+    mini_batch_size: PositiveInt | None = None
     num_mini_batch: Annotated[int, optional(integer)] = setting(default=None)
     shuffle: bool = True
 
@@ -90,7 +90,7 @@ class OnPolicyDataModule(UpdatesDataModule):
         self._resumed_position: dict[str, Any] | None = None  # the ``_position`` of the loaded checkpoint
 
     @property
-    def updates_of_epoch(self) -> int:
+    def resolved_updates_per_epoch(self) -> int:
         """``num_epochs * num_mini_batch``, the same on every rank."""
         return self.num_epochs * self.num_mini_batch
 
@@ -282,10 +282,10 @@ class OnPolicyDataModule(UpdatesDataModule):
             )
         return {**options, "replay": replay}
 
-    def _own_collector(self, policy: Any) -> tuple[CollectorApi, Iterator[TensorDictBase]]:
+    def _build_default_collector(self, policy: Any) -> tuple[CollectorApi, Iterator[TensorDictBase]]:
         # Only our own collector reuses the values: a user's collector may act with older weights.
-        policy_with_values = self._learner_api().valued_policy if self.buffer.keeps_values else None
-        return super()._own_collector(policy if policy_with_values is None else policy_with_values)
+        policy_with_values = self._learner_api().collection_policy if self.buffer.uses_policy_values else None
+        return super()._build_default_collector(policy if policy_with_values is None else policy_with_values)
 
     def _wrap_env(self, env: VectorEnv | EnvBase) -> Any:
         return self.buffer.wrap_env(env)

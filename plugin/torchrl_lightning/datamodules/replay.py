@@ -19,7 +19,7 @@ from torchrl_lightning._core.errors import check_compatible
 from torchrl_lightning._core.interrupts import interrupts
 from torchrl_lightning._core.protocols import CollectorApi, LearnerApi, SourceApi, no_keys
 from torchrl_lightning._core.ranks import broadcast_from_rank_zero
-from torchrl_lightning._core.settings import Count, choices, setting
+from torchrl_lightning._core.settings import PositiveInt, choices, setting
 from torchrl_lightning._core.state import Attribute, bounded_integer
 from torchrl_lightning._core.tree import nested_keys
 from torchrl_lightning._core.update_batches import UpdateBatches
@@ -105,15 +105,15 @@ class ReplayDataModule(UpdatesDataModule):
     make_source: Callable[[ExperienceBuffer], BatchSource] | None = setting(default=None, alias="source")
     dataset: Any = None
     dataset_share: float | None = None
-    batch_size: Count = 256
-    updates_per_epoch: Count = 1000
+    batch_size: PositiveInt = 256
+    updates_per_epoch: PositiveInt = 1000
     frames_per_update: Annotated[float, optional(non_negative)] = setting(default=None)
     warmup_frames: int = setting(default=None)
     write_back: Sequence[NestedKey] | None = None
     checkpoint_buffer: Annotated[str, choices("inside", "beside", "none")] = "inside"
     buffer_dir: str | Path | None = None
     frames_per_batch: Annotated[int, optional(integer)] = setting(default=None)
-    num_envs: Count = 1
+    num_envs: PositiveInt = 1
 
     stream_kind, buffer_class, drops_reset_rows = "replay", ExperienceBuffer, True
     HOOKS = ReplayHooks
@@ -184,7 +184,7 @@ class ReplayDataModule(UpdatesDataModule):
         self._resumed_batch = batch
 
     @property
-    def updates_of_epoch(self) -> int:
+    def resolved_updates_per_epoch(self) -> int:
         """``updates_per_epoch``."""
         return self.updates_per_epoch
 
@@ -210,7 +210,7 @@ class ReplayDataModule(UpdatesDataModule):
         data = buffer if self.dataset_share is None else self._source.buffers[1]
         set_goals(buffers_of(self._source, buffer), self._environments.goals)
         api = SourceApi.of(self._source)
-        self._row_store = self._source if api.keeps_rows else None
+        self._row_store = self._source if api.stores_rows else None
         self._write_target = buffer if self._row_store is None else self._row_store
         self._prepare = api.prepare
         self._rewritten_keys = LearnerApi.of(self._learner).rewritten_keys
@@ -369,7 +369,7 @@ class ReplayDataModule(UpdatesDataModule):
     def _rollouts(self, collector: CollectorApi) -> Iterator[TensorDictBase]:
         """Return the stream of rollouts; if possible, in the layout of the rings and always in the same memory."""
         self._stores_rollouts = collector.service is None
-        if collector.flags_beginnings:
+        if collector.marks_trajectory_starts:
             self._stream.skip_successor_checks(self.buffer)
         self._shares_memory = self._write_target.accepts_shared_rows and collector.yields_shared_memory
         shared_rows = collector.part.reused_rows(excluded_keys(self.buffer)) if self._shares_memory else None
@@ -405,7 +405,7 @@ class ReplayDataModule(UpdatesDataModule):
     def _collector_writes_to(self, source: Any) -> bool:
         """Return whether the collector, and not this process, writes into a source that stores the rows."""
         make = self.make_collector
-        return make is not None and SourceApi.of(source).keeps_rows and "service" in signature(make).parameters
+        return make is not None and SourceApi.of(source).stores_rows and "service" in signature(make).parameters
 
     def teardown(self, stage: str) -> None:
         """Save the state of a source that stores the rows, for a checkpoint that is written after the fit."""
@@ -442,7 +442,7 @@ class ReplayDataModule(UpdatesDataModule):
             "warmup_frames": self.warmup_frames,
         }
 
-    def imagines(self, learner: Any) -> bool:
+    def has_imagined_rows(self, learner: Any) -> bool:
         """Return whether batches contain steps that a learner's world model generates."""
         return SourceApi.of(self._get_or_build_source(self._get_or_build_buffer(learner), learner)).prepare is not None
 

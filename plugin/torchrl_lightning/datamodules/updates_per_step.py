@@ -177,14 +177,14 @@ class UpdatesDataModule(ExperienceDataModule):
         self._hooks = self.HOOKS(self)
 
     @property
-    def updates_of_epoch(self) -> int:
+    def resolved_updates_per_epoch(self) -> int:
         """Number of updates in an epoch, the same on every rank."""
         raise NotImplementedError
 
     @property
     def batches_per_epoch(self) -> int:
         """Lightning steps of an epoch, the same on every rank."""
-        return -(-self.updates_of_epoch // self._step_size.number)
+        return -(-self.resolved_updates_per_epoch // self._step_size.number)
 
     @property
     def _rows_of_update(self) -> int:
@@ -207,7 +207,7 @@ class UpdatesDataModule(ExperienceDataModule):
         """Return the updates that this epoch made before a checkpoint, and the updates of the whole epoch."""
         size = self._step_size.number
         update = batches_served(self.trainer) * size + self._updates_in_step
-        return update, min(self._epoch_length() * size, self.updates_of_epoch)
+        return update, min(self._epoch_length() * size, self.resolved_updates_per_epoch)
 
     def _steps(
         self, draw: Callable[[int], TensorDictBase | None], update: int, end: int

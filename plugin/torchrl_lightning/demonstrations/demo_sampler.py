@@ -65,7 +65,7 @@ class DemonstrationSampler(Stateful, GeneratorMixin):
         check_defaults("without phi above 0", "give phi", **({} if self._phi else {"alpha": (alpha, 10)}))
         share = {} if self._rho or self._phi else {"human_share": (human_share, 0.0)}
         check_defaults("without rho or phi above 0", "give one of them", **share)
-        self._own_rng = generator
+        self._generator = generator
 
     @property
     def rho(self) -> float:

@@ -69,9 +69,9 @@ class DemonstrationWriter(Stateful):
 
     OWNER, VERSION = "demonstration writer", 1
     STATE = {
-        "threshold": Attribute(none_as_lowest, form=lowest_as_none),
-        "annealing": Attribute(at="annealing.schedule"),
-        "value_capacity": Attribute(at="annealing.value_capacity"),
+        "threshold": Attribute(none_as_lowest, to_saved=lowest_as_none),
+        "annealing": Attribute(attribute="annealing.schedule"),
+        "value_capacity": Attribute(attribute="annealing.value_capacity"),
     }
 
     cut_after_reward = Checked(boolean)

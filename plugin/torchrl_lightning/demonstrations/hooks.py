@@ -88,8 +88,8 @@ class DemonstrationHooks(Stateful, RolloutHooks):
     STATE = {
         "storage": Child(),
         "writer": Child(),
-        "replay": Attribute(of=lambda hooks: hooks._read_replay, at="_replay_state"),
-        "miners": Attribute(of=lambda hooks: hooks._read_miners, at="_miners", form=_miner_states),
+        "replay": Attribute(check_for=lambda hooks: hooks._read_replay, attribute="_replay_state"),
+        "miners": Attribute(check_for=lambda hooks: hooks._read_miners, attribute="_miners", to_saved=_miner_states),
         "rollouts": Attribute(bounded_integer(), "_num_rollouts"),
         "is_tracked": Attribute(flag, "_is_tracked"),
         "taken": Attribute(sequence, "_read_files"),

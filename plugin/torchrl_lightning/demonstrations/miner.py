@@ -115,7 +115,9 @@ class DemonstrationMiner(Stateful):
     STATE = {
         "num_envs": Attribute(),
         "count": Attribute(bounded_integer(), "_count"),
-        "running": Attribute(of=lambda miner: miner._read_running, at="_running", form=_episode_states),
+        "running": Attribute(
+            check_for=lambda miner: miner._read_running, attribute="_running", to_saved=_episode_states
+        ),
     }
 
     def __init__(
@@ -232,7 +234,7 @@ class DemonstrationMiner(Stateful):
             raise ValueError(f"{self.value_key!r} of the rollout must be finite. Check the critic.")
         return highest
 
-    def _loaded(self) -> None:
+    def _post_load(self) -> None:
         self._last_ids = None  # a new collector may count trajectories from 0 again
 
     def _read_running(self, value: Any, name: str) -> list[_Episode | None]:

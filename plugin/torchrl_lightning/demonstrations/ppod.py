@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from tensordict import TensorDictBase
 
-from torchrl_lightning._core.settings import Count, Fraction, NotNegative, Switch, setting
+from torchrl_lightning._core.settings import Boolean, Fraction, NonNegative, PositiveInt, setting
 from torchrl_lightning._core.state import Child
 from torchrl_lightning._core.validators import integer
 from torchrl_lightning.demonstrations.annealing import Schedule
@@ -97,31 +97,38 @@ class PPODBuffer(GAEBuffer):
     """The documented names of the fields of a rollout."""
     demos_data_fields: ClassVar[tuple[str, ...]] = FIELDS
     """The documented names of the fields of a demonstration."""
-    changeable = (*GAEBuffer.changeable, "rho", "phi", "alpha", "num_agent_demos_to_save", "save_demos_every")
+    mutable_settings = (
+        *GAEBuffer.mutable_settings,
+        "rho",
+        "phi",
+        "alpha",
+        "num_agent_demos_to_save",
+        "save_demos_every",
+    )
 
-    STATE = {**RolloutBuffer.STATE, "demonstrations": Child(at="hooks")}
+    STATE = {**RolloutBuffer.STATE, "demonstrations": Child(attribute="hooks")}
 
     _rho: Fraction = setting(alias="rho", default=0.1, kw_only=False)
     _phi: Fraction = setting(alias="phi", default=0.3, kw_only=False)
     gae_lambda: Fraction = setting(default=0.95, kw_only=False)
-    _alpha: NotNegative = setting(alias="alpha", default=10, kw_only=False)
-    total_buffer_demo_capacity: Count = setting(default=51, kw_only=False)
+    _alpha: NonNegative = setting(alias="alpha", default=10, kw_only=False)
+    total_buffer_demo_capacity: PositiveInt = setting(default=51, kw_only=False)
     initial_human_demos_dir: str | None = setting(default=None, kw_only=False)
     initial_agent_demos_dir: str | None = setting(default=None, kw_only=False)
     supplementary_demos_dir: str | None = setting(default=None, kw_only=False)
     target_agent_demos_dir: str | None = setting(default=None, kw_only=False)
     num_agent_demos_to_save: NonNegativeInt = setting(default=10, kw_only=False)
     initial_reward_threshold: Annotated[float | None, check_threshold] = setting(default=None, kw_only=False)
-    save_demos_every: Count = setting(default=10, kw_only=False)
+    save_demos_every: PositiveInt = setting(default=10, kw_only=False)
     demo_dtypes: Dtypes = setting(default=None, kw_only=False)
     annealing: Schedule = "linear"
     cut_after_reward: bool = True
     ends: End = "recorded"
     log_prob: LogProb = "deterministic"
-    save_value_demos: Switch = False
+    save_value_demos: Boolean = False
     human_share: Fraction = 0.0
-    shared_demos: Switch = False
-    _frame_skip: Count | None = setting(alias="frame_skip", default=None)
+    shared_demos: Boolean = False
+    _frame_skip: PositiveInt | None = setting(alias="frame_skip", default=None)
 
     def __post_init__(self) -> None:  # type: ignore[override]  # init variables go to the base's constructor
         super().__post_init__()

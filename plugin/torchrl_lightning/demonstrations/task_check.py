@@ -10,7 +10,7 @@ from gymnasium.vector import VectorEnv
 from torchrl.envs import EnvBase
 
 from torchrl_lightning._core.trust import check_config
-from torchrl_lightning.environments.recipe import EnvironmentRecipe, differences, plain, recipe_of
+from torchrl_lightning.environments.recipe import EnvironmentRecipe, as_recipe, differences, to_plain
 
 _RECIPE = "recipe"  # the metadata entry with the recipe as JSON
 # Other settings only affect stepping and episode ends, or shapes and frame skip, which are compared elsewhere.
@@ -32,7 +32,7 @@ _HARMLESS_WRAPPERS |= {"RecordEpisodeStatistics", "RecordVideo", "RenderCollecti
 
 def known_recipe(env: Any) -> EnvironmentRecipe | None:
     """Return the recipe of an environment; None for an instance, because its recipe is unknown."""
-    return None if isinstance(env, VectorEnv | EnvBase) else recipe_of(env)
+    return None if isinstance(env, VectorEnv | EnvBase) else as_recipe(env)
 
 
 def recipe_metadata(recipe: EnvironmentRecipe | None) -> dict[str, str]:
@@ -44,7 +44,7 @@ def recipe_metadata(recipe: EnvironmentRecipe | None) -> dict[str, str]:
     """
     if recipe is None:
         return {}
-    return {"environment": str(plain(recipe.id)), _RECIPE: json.dumps(_to_json_settings(recipe))}
+    return {"environment": str(to_plain(recipe.id)), _RECIPE: json.dumps(_to_json_settings(recipe))}
 
 
 def recorded_recipe(metadata: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._core.keys import ACTION, REWARD
-from torchrl_lightning._core.tree import check_tensordict, keyed_leaves, name_of, path_of, to_tensordict, tree_of
+from torchrl_lightning._core.tree import check_tensordict, key_text, keyed_leaves, path_of, to_tensordict, tree_of
 from torchrl_lightning._core.validators import boolean, integer, optional
 from torchrl_lightning.demonstrations.task_check import check_task
 from torchrl_lightning.environments.recipe import EnvironmentRecipe
@@ -211,7 +211,7 @@ environment's action space (...); replay it in the environment that it was recor
             leaf = self.steps.get(path)
             if leaf.shape[1:] != spec.shape or leaf.dtype != spec.dtype:
                 raise ValueError(
-                    f"{owner}: {name_of(path)} is {list(leaf.shape[1:])} of {_format_dtype(leaf.dtype)} in each step, "
+                    f"{owner}: {key_text(path)} is {list(leaf.shape[1:])} of {_format_dtype(leaf.dtype)} in each step, "
                     f"but {list(spec.shape)} of {_format_dtype(spec.dtype)} in the environment; {remedy}."
                 )
         actions = self.steps.get(ACTION)
@@ -353,4 +353,4 @@ def _format_dtype(dtype: torch.dtype) -> str:
 
 
 def _format_paths(paths: set[tuple[str, ...]]) -> str:
-    return ", ".join(sorted(map(name_of, paths)))
+    return ", ".join(sorted(map(key_text, paths)))

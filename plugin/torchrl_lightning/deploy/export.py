@@ -26,7 +26,7 @@ from torchrl_lightning._core.tree import path_of
 from torchrl_lightning._core.validators import one_of
 from torchrl_lightning.deploy.loading import LoadedPolicy
 from torchrl_lightning.environments.masks import action_mask
-from torchrl_lightning.environments.normalization import NormalizedPolicy, ObservationNormalizer, scaled_by_torch
+from torchrl_lightning.environments.normalization import NormalizedPolicy, ObservationNormalizer, standardize_traceable
 from torchrl_lightning.environments.policy_calls import recurrent_states
 
 Format: TypeAlias = Literal["torch", "onnx"]
@@ -93,7 +93,7 @@ class PolicyProgram(nn.Module):
         if self.normalizer is not None:
             for key in self.observation_specs:
                 if (constants := self.normalizer.constants(key)) is not None:
-                    entries[key] = scaled_by_torch(entries[key], *constants, self.normalizer.clip)
+                    entries[key] = standardize_traceable(entries[key], *constants, self.normalizer.clip)
         is_init = torch.zeros(rows, 1, dtype=torch.bool, device=inputs[0].device)
         with set_exploration_type(ExplorationType.DETERMINISTIC):
             step = self.policy(TensorDict({**entries, "is_init": is_init}, [rows]))
@@ -113,7 +113,7 @@ class PolicyProgram(nn.Module):
                 mean, factor = constants
                 entries[key] = (mean + 2 * torch.randn(rows, *spec.shape) / factor).to(spec.dtype)
         if self.mask is not None:
-            entries[ACTION_MASK] = self.mask.usable(entries[ACTION_MASK])
+            entries[ACTION_MASK] = self.mask.nonempty_mask(entries[ACTION_MASK])
         states = {
             key: torch.rand(rows, *state.shape).mul(2).sub(1).to(state.dtype)
             for key, state in self.initial_states.items()

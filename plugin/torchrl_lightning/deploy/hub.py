@@ -13,7 +13,7 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-from torchrl_lightning._core.checksums import SEAL, add_checksums, verify_checksums
+from torchrl_lightning._core.checksums import CHECKSUMS_KEY, add_checksums, verify_checksums
 from torchrl_lightning._core.file_limits import PRETRAINED_BYTES, PRETRAINED_CONTENT
 from torchrl_lightning._core.files import replaced_files
 from torchrl_lightning._core.run_metadata import COMMAND, evaluation_score
@@ -37,7 +37,7 @@ _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 # Entries of a checkpoint that only a resumed run needs, not a policy.
 _RUN_ENTRIES = {
     *("epoch", "global_step", "pytorch-lightning_version", "loops", "callbacks", "optimizer_states", "lr_schedulers"),
-    *("hparams_name", "hyper_parameters", "hparams_type", "MixedPrecision", CONFIG, COMMAND, SEAL),
+    *("hparams_name", "hyper_parameters", "hparams_type", "MixedPrecision", CONFIG, COMMAND, CHECKSUMS_KEY),
     *("datamodule_hparams_name", "datamodule_hyper_parameters", "datamodule_hparams_type"),
 }
 _DATA_ENTRIES = ("fingerprint", "specs", "normalization")
@@ -109,7 +109,7 @@ def save_pretrained(run: str | Path, folder: str | Path, *, name: str | None = N
         "schema_version": VERSION,
         CONFIG: {"model": model},
         "content": content,
-        SEAL: entries_with_checksums[SEAL],
+        CHECKSUMS_KEY: entries_with_checksums[CHECKSUMS_KEY],
     }
     folder.mkdir(parents=True, exist_ok=True)
     with replaced_files(*(folder / file for file in (_WEIGHTS_FILE, _CONFIG_FILE, _CARD_FILE))) as (
@@ -209,9 +209,13 @@ def read_pretrained(
     paths = fetch(str(source), limits, revision)
     try:
         document = json.loads(paths[_CONFIG_FILE].read_bytes())
-        check_state(document, {CONFIG: mapping, "content": mapping, SEAL: mapping}, _CONFIG_FILE, VERSION)
+        check_state(document, {CONFIG: mapping, "content": mapping, CHECKSUMS_KEY: mapping}, _CONFIG_FILE, VERSION)
         tensors = safetensors.torch.load(paths[_WEIGHTS_FILE].read_bytes())
-        stored = {**_merge_tensors(document["content"], tensors), CONFIG: document[CONFIG], SEAL: document[SEAL]}
+        stored = {
+            **_merge_tensors(document["content"], tensors),
+            CONFIG: document[CONFIG],
+            CHECKSUMS_KEY: document[CHECKSUMS_KEY],
+        }
         verify_checksums(stored, str(source))
     except Exception as error:  # damaged or hostile files raise any error
         reason = " ".join(str(error).split())[:300]

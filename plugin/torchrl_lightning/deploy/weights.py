@@ -34,7 +34,7 @@ def check_weights(build_networks: Callable[[], nn.Module], stored: Mapping[str, 
     check_finite(networks, weights)
 
 
-def beginning_weights(
+def initial_weights(
     build_networks: Callable[[], nn.Module], stored: Mapping[str, Any], *, own: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the initial weights of networks, and the names of parts that keep their random initial weights.

@@ -61,7 +61,7 @@ class StandardScaler(nn.Module):
         check_finite(rows, self.columns)
         # Subtract the first row, so that the deviation of a constant column is exactly 0.
         first = rows[:1].detach().to("cpu", torch.float64)
-        moments = Moments.of(rows.detach().to("cpu", torch.float64) - first)
+        moments = Moments.from_samples(rows.detach().to("cpu", torch.float64) - first)
         std = (moments.spread / max(moments.count - 1, 1)).sqrt()
         self.mean.copy_(moments.mean + first[0])
         self.std.copy_(torch.where(std < SMALLEST_STD, 1.0, std))

@@ -273,7 +273,7 @@ class DynamicsTargets(Transform):
             f"actions [R, {actions}] and next observations, got {failure}."
         )
 
-    def misfit(self) -> str | None:
+    def incompatibility(self) -> str | None:
         """Return an error message if an observation is categorical or ``reward`` fails, else None."""
         if self.reward is not None:
             try:

@@ -45,7 +45,7 @@ class ActionFormat:
         clip: Whether to clip actions to their Box for the environment.
 
     Examples:
-        >>> form = ActionFormat.of_space(spaces.Box(-1, 1, (), np.float16))
+        >>> form = ActionFormat.from_space(spaces.Box(-1, 1, (), np.float16))
         >>> form.to_environment(np.array([[0.5], [1.000001], [2.0]], np.float32))
         array([0.5, 1. , 2. ], dtype=float16)
     """
@@ -59,7 +59,7 @@ class ActionFormat:
     clip: bool = False
 
     @classmethod
-    def of_space(cls, space: spaces.Space[Any]) -> ActionFormat:
+    def from_space(cls, space: spaces.Space[Any]) -> ActionFormat:
         """Return the format of a Gymnasium space."""
         shape, dtype = space.shape or (), np.dtype(space.dtype)
         if isinstance(space, spaces.Box):
@@ -67,7 +67,7 @@ class ActionFormat:
         return cls(shape, dtype, first_action(space), spec_shape=shape)
 
     @classmethod
-    def of_spec(cls, spec: TensorSpec, start: int | tuple[int, ...] = 0) -> ActionFormat:
+    def from_spec(cls, spec: TensorSpec, start: int | tuple[int, ...] = 0) -> ActionFormat:
         """Return the format that a TorchRL spec of one action describes."""
         shape, dtype = tuple(spec.shape), torch.empty(0, dtype=spec.dtype).numpy().dtype
         if isinstance(spec, Bounded):

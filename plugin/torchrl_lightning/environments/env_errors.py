@@ -2,7 +2,7 @@
 
 The caller of one of several environments sets its number in :data:`position`. :func:`reraise_as_env_error` turns an
 error of a call into an :class:`EnvironmentFault`, and the loop over the steps adds the step
-(:meth:`EnvironmentFault.within`).
+(:meth:`EnvironmentFault.with_prefix`).
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class EnvironmentFault(UserError):
     An exception of the environment becomes the cause, with only the frames of its own code.
     """
 
-    def within(self, prefix: str) -> Self:
+    def with_prefix(self, prefix: str) -> Self:
         """Put a prefix in front of the message, and return the fault."""
         self.args = (f"{prefix}{self}",)
         return self
 
-    def sent(self) -> WorkerFault:
+    def to_remote(self) -> WorkerFault:
         """Return the fault in a form for another process, with the cause as a note."""
         fault = WorkerFault(str(self))
         if self.__cause__ is not None:
@@ -133,7 +133,7 @@ def reraise_step_error(error: BaseException, prefix: str) -> None:
     except EnvironmentFault as fault:
         error = fault
     if isinstance(error, EnvironmentFault):
-        raise error.within(prefix)
+        raise error.with_prefix(prefix)
 
 
 def _is_installed(file: str) -> bool:

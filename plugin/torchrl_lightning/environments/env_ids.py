@@ -30,7 +30,7 @@ class EnvIdTracker:
         self._count = 0
         self._has_warned = False
 
-    def numbered(self, rollout: TensorDictBase) -> TensorDictBase:
+    def with_env_ids(self, rollout: TensorDictBase) -> TensorDictBase:
         """Return a rollout ``[N, T]`` with ``("collector", "env_ids")`` ``[N, T]``, if it needs them."""
         if not self._has_workers or rollout.get(ENV_IDS, None) is not None:
             return rollout
@@ -96,7 +96,7 @@ def changed_ids(ids: Tensor, time_dim: int, last: Tensor | None = None) -> Tenso
     return torch.cat([before.unsqueeze(time_dim), ids], time_dim).diff(dim=time_dim) != 0
 
 
-class Trajectories:
+class TrajectorySplitter:
     """Find trajectories that a collector cuts without an end flag, by trajectory ids or ``is_init``."""
 
     def __init__(self) -> None:

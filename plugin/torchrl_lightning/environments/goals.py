@@ -11,7 +11,7 @@ from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
 from torchrl.envs import EnvBase, GymWrapper
 
 from torchrl_lightning.environments.backends.vector_env import NoGymnasiumEnvironmentError, SingleEnv
-from torchrl_lightning.environments.specs import layers
+from torchrl_lightning.environments.specs import unwrap_transforms
 from torchrl_lightning.environments.workers.threads import close_environment
 
 GoalFunction = Callable[[Any, Any, Any], Any]
@@ -82,7 +82,7 @@ def _single(source: Any) -> Any:
         except NoGymnasiumEnvironmentError as error:
             env = error.env
     if isinstance(env, EnvBase):
-        with layers(env) as (base, _):
+        with unwrap_transforms(env) as (base, _):
             return base._env if isinstance(base, GymWrapper) else base
     while isinstance(env, VectorWrapper):
         env = env.env

@@ -50,9 +50,9 @@ class ActionMask:
             return F.one_hot(choices.squeeze(-1), self.sizes[0]).to(self.dtype)
         return choices.reshape(*mask.shape[:-1], *self.shape).to(self.dtype)
 
-    def usable(self, mask: Tensor) -> Tensor:
+    def nonempty_mask(self, mask: Tensor) -> Tensor:
         """Return masks ``[*B, A]`` that allow everything in a choice without an allowed action."""
-        return torch.cat([usable(part) for part in mask.split(self.sizes, -1)], -1).to(mask.dtype)
+        return torch.cat([nonempty_mask(part) for part in mask.split(self.sizes, -1)], -1).to(mask.dtype)
 
     def check(self, mask: Tensor) -> None:
         """Validate masks ``[N, A]``; raise EnvironmentFault if a choice has no allowed action."""
@@ -91,7 +91,7 @@ def draw_choice(mask: Tensor) -> Tensor:
     return (weights / torch.empty_like(weights).exponential_()).argmax(-1)
 
 
-def usable(mask: Tensor) -> Tensor:
+def nonempty_mask(mask: Tensor) -> Tensor:
     """Return a boolean mask; rows without an allowed choice, as at the end of an episode, become all true.
 
     Examples:

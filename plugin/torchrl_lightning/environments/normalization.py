@@ -18,13 +18,13 @@ from torchrl_lightning._core.keys import ACTION_MASK
 from torchrl_lightning._core.moments import Moments, precision_of
 from torchrl_lightning._core.protocols import PolicyApi
 from torchrl_lightning._core.state import check_state, number, same, sequence
-from torchrl_lightning._core.torchrl_compat import buffers_of, forward_hooks, new_tensordict, put_entry
+from torchrl_lightning._core.torchrl_compat import buffers_of, forward_hooks, new_tensordict, set_entry
 from torchrl_lightning._core.tree import nested_key, path_of, raw_items
 from torchrl_lightning._core.validators import Checked, non_negative, positive
 from torchrl_lightning.environments.policy_calls import Outputs, Policy, bound_call, fast_call, policy_outputs
 from torchrl_lightning.environments.specs import EnvironmentSpecs
 from torchrl_lightning.kernels.compiled import jitted
-from torchrl_lightning.kernels.scan import LIKE
+from torchrl_lightning.kernels.scan import EXAMPLE_ARRAYS
 from torchrl_lightning.kernels.scan_rows import floats_at
 
 EPSILON = 1e-8
@@ -49,7 +49,8 @@ class ObservationNormalizer(nn.Module):
     Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
         >>> normalizer = ObservationNormalizer(environment_specs(make_vector_env("CartPole-v1", 1)), True, 10.0)
-        >>> normalizer.advance({"observation": Moments.of(torch.tensor([[0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 5.0]]))})
+        >>> observations = torch.tensor([[0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 5.0]])
+        >>> normalizer.advance({"observation": Moments.from_samples(observations)})
         >>> normalizer.normalized("observation", torch.tensor([2.0, 3.0, 3.0, 1.0]))
         tensor([ 1.,  1.,  0., -3.])
     """
@@ -71,7 +72,7 @@ class ObservationNormalizer(nn.Module):
             # Buffers, because they are sent to policies in other processes.
             self.register_buffer(f"mean_{index}", torch.zeros(spec.shape, dtype=torch.float64))
             self.register_buffer(f"factor_{index}", torch.ones(spec.shape, dtype=torch.float64))
-            self._moments[key] = Moments.none(*spec.shape)
+            self._moments[key] = Moments.empty(*spec.shape)
             observation[key] = Bounded(-clip, clip, spec.shape, dtype=torch.float32)
         self.specs = replace(specs, observation=observation)
         self._indices = {key: index for index, key in enumerate(self.keys)}
@@ -108,14 +109,14 @@ class ObservationNormalizer(nn.Module):
             self.to(device)
         return self._constants(key)
 
-    def normalized(self, key: NestedKey, value: Tensor) -> Tensor:
+    def normalize(self, key: NestedKey, value: Tensor) -> Tensor:
         """Return an entry ``[*B, *F]`` normalised, float32."""
-        return scaled(value, *self._constants_on(value.device, key), self.clip)
+        return standardize(value, *self._constants_on(value.device, key), self.clip)
 
     def bind_value(self, key: NestedKey, value: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """Return an output tensor for a CPU value, and a function that writes the normalised value into it.
 
-        For a few rows the function takes half the time of :meth:`normalized`; the results are bit-equal.
+        For a few rows the function takes half the time of :meth:`normalize`; the results are bit-equal.
         """
         out = torch.empty_like(value, dtype=torch.float32)
 
@@ -132,9 +133,9 @@ class ObservationNormalizer(nn.Module):
             for key in self.keys:
                 value = entries.get(key) if isinstance(key, str) else part.get(key, None)
                 if value is not None and isinstance(key, str):
-                    put_entry(part, key, self.normalized(key, value))
+                    set_entry(part, key, self.normalize(key, value))
                 elif value is not None:
-                    part.set(key, self.normalized(key, value))
+                    part.set(key, self.normalize(key, value))
 
     def moments_state(self) -> dict[str, Any]:
         """Return clip, epsilon and the moments as tensors and scalars."""
@@ -178,7 +179,7 @@ class ObservationNormalizer(nn.Module):
         return normalizer
 
 
-def scaled(value: Tensor, mean: Tensor, factor: Tensor, clip: float) -> Tensor:
+def standardize(value: Tensor, mean: Tensor, factor: Tensor, clip: float) -> Tensor:
     r"""Return \(\mathrm{clip}((x - \bar x) f)\) of values ``[*B, *F]``, float32.
 
     The precision of the values applies (see :func:`~torchrl_lightning._core.moments.precision_of`), then the result is
@@ -197,17 +198,25 @@ def scaled(value: Tensor, mean: Tensor, factor: Tensor, clip: float) -> Tensor:
 
 def _scale_into(out: Tensor, value: Tensor, mean: Tensor, factor: Tensor, clip: float) -> None:
     # Both branches apply the same operations to each element, so the results are bit-equal.
-    if value.dtype in LIKE and value.is_cpu and value.is_contiguous() and not value.requires_grad:
+    if value.dtype in EXAMPLE_ARRAYS and value.is_cpu and value.is_contiguous() and not value.requires_grad:
         width = mean.numel()
         rows = value.numel() // width if width else 0
         addresses = value.data_ptr(), out.data_ptr(), mean.data_ptr(), factor.data_ptr()
-        jitted(_scale_rows)(*addresses, rows, width, LIKE[value.dtype], LIKE[torch.float32], LIKE[torch.float64], clip)
+        jitted(_scale_rows)(
+            *addresses,
+            rows,
+            width,
+            EXAMPLE_ARRAYS[value.dtype],
+            EXAMPLE_ARRAYS[torch.float32],
+            EXAMPLE_ARRAYS[torch.float64],
+            clip,
+        )
     else:
-        out.copy_(scaled_by_torch(value, mean, factor, clip))
+        out.copy_(standardize_traceable(value, mean, factor, clip))
 
 
-def scaled_by_torch(value: Tensor, mean: Tensor, factor: Tensor, clip: float) -> Tensor:
-    """Return the result of :func:`scaled`, computed by traceable operations."""
+def standardize_traceable(value: Tensor, mean: Tensor, factor: Tensor, clip: float) -> Tensor:
+    """Return the result of :func:`standardize`, computed by traceable operations."""
     dtype = precision_of(value.dtype)
     return torch.sub(value, mean.to(dtype)).mul_(factor.to(dtype)).clamp_(-clip, clip).to(torch.float32)
 
@@ -271,7 +280,7 @@ class NormalizedPolicy(TensorDictModuleBase):
         call = fast_call(policy)
         return policy_outputs(policy, normalized) if call is None else call(normalized)
 
-    def standing(self, step: TensorDictBase) -> Callable[[], Outputs]:
+    def bind_inputs(self, step: TensorDictBase) -> Callable[[], Outputs]:
         """Return a call of :meth:`compute_step` bound to one CPU step ``[N]``; the caller overwrites its tensors."""
         normalizer = self.normalizer
         if not normalizer.is_flat:
@@ -307,7 +316,7 @@ class NormalizedPolicy(TensorDictModuleBase):
             return normalized
         entries = dict(raw_items(step))
         for key in normalizer.keys:
-            entries[key] = normalizer.normalized(key, entries[key])
+            entries[key] = normalizer.normalize(key, entries[key])
         return new_tensordict(entries, step.batch_size)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:

@@ -52,7 +52,7 @@ def fast_call(policy: object) -> Callable[[TensorDictBase], Outputs] | None:
 def bound_call(policy: object, step: TensorDictBase) -> Callable[[], Outputs] | None:
     """Return a policy's ``compute_step`` bound to one CPU step; the caller overwrites its tensors between calls.
 
-    The policy's method ``standing(step)`` builds the call once; the call may return the same tensors each time.
+    The policy's method ``bind_inputs(step)`` builds the call once; the call may return the same tensors each time.
     Without this method the call is ``compute_step(step)``; without ``compute_step`` the result is None. Check with
     :func:`fast_call` before each call that ``compute_step`` still applies.
     """
@@ -60,8 +60,8 @@ def bound_call(policy: object, step: TensorDictBase) -> Callable[[], Outputs] | 
     if call is None:
         return None
     for cls in type(policy).__mro__:
-        if "standing" in cls.__dict__ and "standing" not in getattr(policy, "__dict__", ()):
-            bound: Callable[[], Outputs] = policy.standing(step)  # type: ignore[attr-defined]
+        if "bind_inputs" in cls.__dict__ and "bind_inputs" not in getattr(policy, "__dict__", ()):
+            bound: Callable[[], Outputs] = policy.bind_inputs(step)  # type: ignore[attr-defined]
             return bound
         if "compute_step" in cls.__dict__:
             break

@@ -14,7 +14,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.wrappers import ClipReward, FilterObservation, FlattenObservation, RepeatAction, TimeLimit
 
-from torchrl_lightning._core.settings import Count, FinitePositive, Positive, Settings, Switch, choices, setting
+from torchrl_lightning._core.settings import Boolean, FinitePositive, Positive, PositiveInt, Settings, choices, setting
 from torchrl_lightning._core.trust import ConfigSafe
 from torchrl_lightning._core.validators import integer
 from torchrl_lightning._hydra.compat import instantiate
@@ -154,15 +154,15 @@ class EnvironmentRecipe(Settings, ConfigSafe):
     id: Annotated[Factory, _check_id] = setting(kw_only=False)
     env_kwargs: Annotated[Mapping[str, Any], _to_dict] = setting(default=None, kw_only=False)
     module: str | None = None
-    time_limit: Count | None = None
-    action_repeat: Count = 1
+    time_limit: PositiveInt | None = None
+    action_repeat: PositiveInt = 1
     wrappers: Annotated[Sequence[Wrapper | Mapping[str, Any]], _check_targets] = ()
     keep: Annotated[Sequence[str], _to_kept_names] | None = None
     drop: Names = ()
     rename: Annotated[Mapping[str, str], _to_renames] = setting(default=None)
     observe: Annotated[Sequence[int], _to_indices] | None = None
-    flatten: Switch = False
-    frame_stack: Count = 1
+    flatten: Boolean = False
+    frame_stack: PositiveInt = 1
     clip_reward: FinitePositive | None = None
     vectorization: Annotated[str, choices("sync", "async", "envpool")] = "sync"
     demonstrations_of: Names = ()
@@ -208,7 +208,7 @@ class EnvironmentRecipe(Settings, ConfigSafe):
         if self.action_repeat > 1:
             env = RepeatAction(env, self.action_repeat)
         for position, wrapper in enumerate(self.wrappers):
-            env = _wrap(env, _resolve(wrapper, f"wrappers[{position}]"), f"wrappers[{position}]={plain(wrapper)}")
+            env = _wrap(env, _resolve(wrapper, f"wrappers[{position}]"), f"wrappers[{position}]={to_plain(wrapper)}")
         if self.keep is not None or self.drop:
             env = FilterObservation(env, _select_entries(env.observation_space, self.keep, self.drop))
         if self.rename:
@@ -230,7 +230,7 @@ class EnvironmentRecipe(Settings, ConfigSafe):
 
         handled = ("id", "env_kwargs", "module", "wrappers", "vectorization", "demonstrations_of", "step_timeout")
         wrappers = {
-            f"wrappers[{position}]={plain(wrapper)}": _resolve(wrapper, f"wrappers[{position}]")
+            f"wrappers[{position}]={to_plain(wrapper)}": _resolve(wrapper, f"wrappers[{position}]")
             for position, wrapper in enumerate(self.wrappers)
         }
         settings = {name: value for name, value in vars(self).items() if name not in handled}
@@ -263,7 +263,7 @@ class EnvironmentRecipe(Settings, ConfigSafe):
 'max_episode_steps': 9}]}
         """
         defaults = {name: setting_.default for name, setting_ in EnvironmentRecipe.settings_of_class.items()}
-        settings = {name: plain(value) for name, value in vars(self).items() if value and value != defaults[name]}
+        settings = {name: to_plain(value) for name, value in vars(self).items() if value and value != defaults[name]}
         settings.pop("module", None)  # the id names it
         # One form, whether they were passed as callables or as mappings.
         if not isinstance(self.id, str):
@@ -283,7 +283,7 @@ def _check_limit(env: Environment, limit: int) -> None:
         )
 
 
-def recipe_of(env: str | Callable[..., Any]) -> EnvironmentRecipe:
+def as_recipe(env: str | Callable[..., Any]) -> EnvironmentRecipe:
     """Return a recipe unchanged, or wrap an id or a factory in a recipe without other settings."""
     return env if isinstance(env, EnvironmentRecipe) else EnvironmentRecipe(env)
 
@@ -363,7 +363,7 @@ def _wrap(env: Environment, wrapper: Wrapper, label: str) -> Environment:
     return wrapped
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Return a setting as plain data (numbers, strings, lists, dicts); other objects by name, exports by public name.
 
     Examples:
@@ -375,13 +375,13 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, partial):
         positional = {"_args_": value.args} if value.args else {}
-        return plain({"_target_": value.func, **positional, **value.keywords})
+        return to_plain({"_target_": value.func, **positional, **value.keywords})
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, Sequence | Set):
-        return [plain(item) for item in value]
+        return [to_plain(item) for item in value]
     if isinstance(value, np.ufunc):
         return f"numpy.{value.__name__}"
     definition = value if hasattr(value, "__qualname__") else type(value)
@@ -398,7 +398,7 @@ def _public_name(definition: Any) -> str | None:
 
 
 def _to_target(part: Callable[..., Any]) -> dict[str, Any]:
-    target = plain(part)
+    target = to_plain(part)
     return target if isinstance(target, dict) else {"_target_": target}
 
 

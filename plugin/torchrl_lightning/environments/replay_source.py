@@ -79,18 +79,18 @@ class SyncedReplaySource(ReplaySource, Protocol):
     """A source with copies in worker processes; the copies receive updates of its recordings."""
 
     def for_worker(self, seed: int) -> ReplaySource:
-        """Return a picklable copy with its own random draws, without running replays, for :meth:`follow`."""
+        """Return a picklable copy with its own random draws, without running replays, for :meth:`apply_delta`."""
         ...
 
-    def contents(self) -> Any:
+    def snapshot(self) -> Any:
         """Return a snapshot of the recordings; snapshots are equal (``==``) as long as the recordings do not change."""
         ...
 
-    def news(self, since: Any) -> Any:
-        """Return a picklable update from an earlier :meth:`contents` to the current recordings."""
+    def delta(self, since: Any) -> Any:
+        """Return a picklable update from an earlier :meth:`snapshot` to the current recordings."""
         ...
 
-    def follow(self, news: Any) -> None:
+    def apply_delta(self, delta: Any) -> None:
         """Apply an update from the original source."""
         ...
 

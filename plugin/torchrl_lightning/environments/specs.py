@@ -17,7 +17,7 @@ from torchrl.data.utils import numpy_to_torch_dtype_dict, torch_to_numpy_dtype_d
 from torchrl.envs import EnvBase, GymWrapper, Transform, TransformedEnv, transforms
 from torchrl.envs.batched_envs import BatchedEnvBase
 
-from torchrl_lightning._core.keys import ACTION_MASK, BOOKKEEPING, DEMO, MASK, check_names, check_observed
+from torchrl_lightning._core.keys import ACTION_MASK, BOOKKEEPING, DEMO, MASK, check_not_reserved, check_spec_names
 from torchrl_lightning._core.tree import Path, join, path_of
 from torchrl_lightning.environments.actions import ActionFormat, network_spec, to_zero_based
 from torchrl_lightning.environments.masks import action_mask, is_mask
@@ -57,7 +57,7 @@ class EnvironmentSpecs:
 
     def __post_init__(self) -> None:
         form: ActionFormat | None = self.action_format
-        form = ActionFormat.of_spec(self.action, self.action_start) if form is None else form
+        form = ActionFormat.from_spec(self.action, self.action_start) if form is None else form
         object.__setattr__(self, "action_format", form)
         object.__setattr__(self, "action_start", form.start)
 
@@ -92,7 +92,7 @@ def environment_specs(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentSpe
     """
     specs = torchrl_specs(env) if isinstance(env, EnvBase) else _gymnasium_specs(env)
     has_mask_entry = ACTION_MASK not in specs.observation and is_mask(specs.observation.get(MASK, None), specs.action)
-    check_observed(specs.observation.keys(), {MASK: ACTION_MASK} if has_mask_entry else {})
+    check_not_reserved(specs.observation.keys(), {MASK: ACTION_MASK} if has_mask_entry else {})
     action_mask(specs.observation, specs.action)
     return specs
 
@@ -103,7 +103,7 @@ def _gymnasium_specs(env: VectorEnv[Any, Any, Any]) -> EnvironmentSpecs:
             f"env must be a gymnasium.vector.VectorEnv or a torchrl EnvBase, got {type(env).__name__}. "
             "torchrl_lightning.make_vector_env builds a VectorEnv from an id or a factory."
         )
-    check_names(path for path, _ in entries_of(env.single_observation_space))
+    check_spec_names(path for path, _ in entries_of(env.single_observation_space))
     observation = space_to_spec(env.single_observation_space, "observation")
     if not isinstance(observation, Composite):
         observation = Composite(observation=observation)
@@ -113,7 +113,7 @@ def _gymnasium_specs(env: VectorEnv[Any, Any, Any]) -> EnvironmentSpecs:
             f"The action space must be Discrete, MultiDiscrete, MultiBinary or Box, got {action_space}. "
             "Convert it by a wrapper, such as gymnasium.wrappers.TransformAction."
         )
-    form = ActionFormat.of_space(action_space)
+    form = ActionFormat.from_space(action_space)
     action = network_spec(space_to_spec(to_zero_based(action_space), "action"))
     return EnvironmentSpecs(observation, action, env.num_envs, action_format=form)
 
@@ -231,7 +231,7 @@ def _box(space: spaces.Box, name: str) -> TensorSpec:
 def torchrl_specs(env: EnvBase) -> EnvironmentSpecs:
     """Read the specs of a TorchRL environment without checking the names of its observations."""
     observation = env.observation_spec_unbatched.clone().clear_device_()
-    with layers(env) as (base, applied):
+    with unwrap_transforms(env) as (base, applied):
         counter_keys = {key for transform in applied for key in _counter_keys(transform)}
         # A Gymnasium observation stays an observation, even if it has the name of a bookkeeping entry.
         observed = set(base.observation_spec.keys()) if isinstance(base, GymWrapper) else set()
@@ -245,7 +245,7 @@ def torchrl_specs(env: EnvBase) -> EnvironmentSpecs:
         if (isinstance(spec, Composite) and spec.is_empty()) or key in state_keys:
             del observation[key]
     action = env.action_spec_unbatched
-    form = ActionFormat.of_spec(action)
+    form = ActionFormat.from_spec(action)
     return EnvironmentSpecs(observation, network_spec(action), max(1, env.batch_size.numel()), action_format=form)
 
 
@@ -256,17 +256,17 @@ def carried_keys(env: EnvBase) -> list[str]:
 
 
 @contextmanager
-def layers(env: EnvBase) -> Iterator[tuple[EnvBase, list[Transform]]]:
+def unwrap_transforms(env: EnvBase) -> Iterator[tuple[EnvBase, list[Transform]]]:
     """Yield the innermost environment and its transforms, inside out; build one more copy of a batched environment."""
     if isinstance(env, TransformedEnv):
-        with layers(env.base_env) as (base, applied):
+        with unwrap_transforms(env.base_env) as (base, applied):
             yield base, [*applied, *flatten_transform(env.transform)]
     elif isinstance(env, BatchedEnvBase):
         # The environments of the batch may be in other processes.
         env_copy = env.create_env_fn[0](**env.create_env_kwargs[0])
         record_num_threads(env_copy)
         try:
-            with layers(env_copy) as innermost_and_transforms:
+            with unwrap_transforms(env_copy) as innermost_and_transforms:
                 yield innermost_and_transforms
         finally:
             close_environment(env_copy)

@@ -20,7 +20,7 @@ from torchrl.envs import (
 
 from torchrl_lightning._core.images import channels_are_last
 from torchrl_lightning._core.keys import NEXT
-from torchrl_lightning.environments.specs import layers, torchrl_specs
+from torchrl_lightning.environments.specs import torchrl_specs, unwrap_transforms
 from torchrl_lightning.environments.workers.threads import close_environment, record_num_threads
 from torchrl_lightning.environments.workers.time_limits import TimedCalls, time_calls
 from torchrl_lightning.environments.wrappers.rename import RENAME_REMEDY, new_names
@@ -89,7 +89,7 @@ def apply_transforms(
 def _append(env: TransformedEnv, transform: Transform, label: str) -> None:
     """Append a transform, and run it immediately; raise ValueError if it does not fit."""
     if isinstance(transform, StepCounter):
-        with layers(env) as (_, transforms):
+        with unwrap_transforms(env) as (_, transforms):
             if any(isinstance(existing, StepCounter) for existing in transforms):
                 raise ValueError(f"{label} adds a second StepCounter. Remove one of them.")
         if "step_count" in torchrl_specs(env).observation.keys():  # noqa: SIM118

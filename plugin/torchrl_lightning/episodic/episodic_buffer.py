@@ -16,14 +16,14 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs.transforms import Transform
 
 from torchrl_lightning._core.torchrl_compat import new_tensordict
-from torchrl_lightning._core.tree import check_tensordict, entry_of, under
+from torchrl_lightning._core.tree import check_tensordict, entry_of, is_below
 from torchrl_lightning._core.validators import Checked, integer
 from torchrl_lightning.episodic.batch_info import BatchInfo, first_steps, make_batch_info
 from torchrl_lightning.episodic.episodic_return import DEFAULT_RETURN, EpisodicReturn, check_return_settings
 from torchrl_lightning.episodic.recent import RecentSampler, check_sampling
 from torchrl_lightning.episodic.time_steps import TIME_STEPS, TRANSITIONS, StepLayout
-from torchrl_lightning.kernels.indices import integers
-from torchrl_lightning.replay.builders import prioritized_in
+from torchrl_lightning.kernels.indices import as_integers
+from torchrl_lightning.replay.builders import find_prioritized
 from torchrl_lightning.replay.episode_index import NO_INDEX_HINT, EpisodeIndex
 from torchrl_lightning.replay.positions import MissingStepsError, check_steps, steps_between, steps_of
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
@@ -360,7 +360,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             IndexError: a step is not stored, or an environment id is out of range.
             KeyError: an entry does not exist.
         """
-        with self.undisturbed():
+        with self.lock_if_shared():
             return self._gather_fields(field_name, self._cells_of(env_ids, positions))
 
     def _gather_fields(self, name: Any, cells: Tensor) -> Any:
@@ -369,8 +369,8 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         if name == "":
             return self._read(cells)
         key, storage = tuple(name.split(".")) if isinstance(name, str) else name, self.storage
-        skip = [path for path in storage.cells.places if not under(path, key)]
-        if len(skip) == len(storage.cells.places) and not isinstance(name, str):
+        skip = [path for path in storage.cells.leaf_index if not is_below(path, key)]
+        if len(skip) == len(storage.cells.leaf_index) and not isinstance(name, str):
             return getattr(name, "_make", type(name))(self._gather_fields(part, cells) for part in name)
         storage.leaves(key)  # raises KeyError for an unknown name
         value: Any = storage.gather(cells.to(storage.device), None, skip)
@@ -380,7 +380,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
 
     def _cells_of(self, env_ids: Tensor, positions: Tensor) -> Tensor:
         env, position = torch.broadcast_tensors(
-            integers(env_ids, "env_ids").cpu(), integers(positions, "positions").cpu()
+            as_integers(env_ids, "env_ids").cpu(), as_integers(positions, "positions").cpu()
         )
         writer = self.writer
         check_steps(env.numpy(), position.numpy(), writer.oldest.numpy(), writer.positions.numpy())
@@ -410,7 +410,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             IndexError: a step is not stored, or an environment id is out of range.
             RuntimeError: the buffer has no index of episodes.
         """
-        with self.undisturbed():
+        with self.lock_if_shared():
             return self._episode_index().steps_to_end(env_ids, pos)
 
     def get_episode_begin_position(self, pos: Tensor, env_ids: Tensor) -> Tensor:
@@ -420,7 +420,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             IndexError: a step is not stored, or an environment id is out of range.
             RuntimeError: the buffer has no index of episodes.
         """
-        with self.undisturbed():
+        with self.lock_if_shared():
             return self._episode_index().begin(env_ids, pos, clip=False)
 
     def get_disc_0_begin_position(self, pos: Tensor, env_ids: Tensor) -> Tensor:
@@ -438,7 +438,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         env, position = torch.broadcast_tensors(env_ids, pos)
         shape, env, position = env.shape, env.flatten(), position.flatten()
         offset = int(not self.layout.time_steps)  # a terminating transition is the last step of its life
-        with self.undisturbed():
+        with self.lock_if_shared():
             begin = self.get_episode_begin_position(position, env)
             oldest = self.writer.oldest[env]
             group, steps, _ = steps_between(begin.maximum(oldest).numpy(), position.numpy() - offset)
@@ -457,7 +457,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
     @property
     def initial_priority(self) -> float:
         """Priority of new steps."""
-        prioritized = prioritized_in(self.sampler)
+        prioritized = find_prioritized(self.sampler)
         return self._initial_priority if prioritized is None else prioritized.default_priority
 
     def update_priority(self, env_ids: Tensor, positions: Tensor, priorities: Tensor | None = None) -> None:
@@ -477,9 +477,9 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         if priorities is None:
             super().update_priority(env_ids, positions)
             return
-        if prioritized_in(self.sampler) is None:
+        if find_prioritized(self.sampler) is None:
             raise ValueError("The buffer samples without priorities. Set prioritized_sampling=True.")
-        env, position = integers(env_ids, "env_ids").cpu(), integers(positions, "positions").cpu()
+        env, position = as_integers(env_ids, "env_ids").cpu(), as_integers(positions, "positions").cpu()
         priority = torch.as_tensor(priorities)
         if not env.shape == position.shape == priority.shape[:1] or env.ndim != 1:
             shapes = [list(tensor.shape) for tensor in (env, position, priority)]
@@ -492,7 +492,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
 
     # ------------------------------------------------------------------ state
 
-    def _loaded(self) -> None:
+    def _post_load(self) -> None:
         if self.enable_checkpoint:  # end the unfinished episodes
             self.writer.cut()
 

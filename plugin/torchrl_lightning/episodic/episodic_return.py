@@ -19,7 +19,7 @@ from torchrl_lightning._core.validators import check_defaults, fraction
 from torchrl_lightning.episodic.time_steps import TRANSITIONS, StepLayout
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.n_step_returns import write_returns
-from torchrl_lightning.kernels.scan import LIKE, discounted_scan
+from torchrl_lightning.kernels.scan import EXAMPLE_ARRAYS, discounted_scan
 from torchrl_lightning.replay.episode_index import EpisodeIndex
 from torchrl_lightning.replay.positions import Flags, Ints, steps_between
 from torchrl_lightning.replay.ring_storage import RingStorage
@@ -206,14 +206,14 @@ class EpisodicReturn(ConfigSafe):
         assert cells is not None
         table = cells.table
         if self._cached_arrays[0] is not table:  # the cells were allocated or moved
-            returns, reward, terminated = (cells.leaves[cells.places[path]] for path in self._paths)
+            returns, reward, terminated = (cells.leaves[cells.leaf_index[path]] for path in self._paths)
             arrays = None
             if (
                 returns.is_cpu
-                and returns.dtype in LIKE
+                and returns.dtype in EXAMPLE_ARRAYS
                 and reward.dtype == returns.dtype
                 and terminated.numel() == len(terminated)
-                and (terminated.dtype == torch.bool or terminated.dtype in LIKE)
+                and (terminated.dtype == torch.bool or terminated.dtype in EXAMPLE_ARRAYS)
             ):
                 count = len(returns)
                 arrays = reward.view(count, -1).numpy(), terminated.view(-1).numpy(), returns.view(count, -1).numpy()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrl_lightning._core.images import stack_axis
-from torchrl_lightning._core.memory import allocate, check_free_memory, packed_rows, unpacked_rows
+from torchrl_lightning._core.memory import allocate, check_free_memory, pack_rows, unpack_rows
 from torchrl_lightning._core.state import check_state, expect, tensor
 from torchrl_lightning.kernels.compiled import copy_bytes, jitted
 
@@ -139,14 +139,14 @@ class FrameRing:
 
     def __getstate__(self) -> dict[str, Any]:
         frames, spares = self._used
-        rows = packed_rows(self.ring, frames), packed_rows(self.spares, spares)
+        rows = pack_rows(self.ring, frames), pack_rows(self.spares, spares)
         sizes = len(self.ring), len(self.spares)
         return {**self.__dict__, "ring": None, "spares": None, "packed": (rows, sizes)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         rows, sizes = state.pop("packed")
         self.__dict__.update(state)
-        self.ring, self.spares = (unpacked_rows(row, len(row), size) for row, size in zip(rows, sizes, strict=True))
+        self.ring, self.spares = (unpack_rows(row, len(row), size) for row, size in zip(rows, sizes, strict=True))
 
     def state_of(self, numbers: Tensor) -> dict[str, Any]:
         """Return the stored frames as a state; ``numbers`` are the frame numbers of all stored steps."""

@@ -15,8 +15,8 @@ from torchrl_lightning._core.torchrl_compat import entries_of
 from torchrl_lightning._core.tree import (
     Path,
     Tree,
+    key_text,
     leaves_of,
-    name_of,
     nested_keys,
     next_key,
     path_of,
@@ -28,7 +28,7 @@ from torchrl_lightning.episodic.frame_ring import FrameRing, check_frames
 from torchrl_lightning.replay import RingStorage
 from torchrl_lightning.replay.cells import Cells, Names
 from torchrl_lightning.replay.positions import Ints
-from torchrl_lightning.replay.rings import rings_in
+from torchrl_lightning.replay.rings import rings_of
 
 
 class FrameStorage(RingStorage):
@@ -79,7 +79,7 @@ class FrameStorage(RingStorage):
         """Number of frames for which memory is allocated, over all keys."""
         return sum(frames.reserved for frames in self.frames.values())
 
-    def misfit(self, specs: Any, learner: Any = None) -> str | None:
+    def incompatibility(self, specs: Any, learner: Any = None) -> str | None:
         """Return an error message if the storage cannot hold observations of these specs, else None."""
         shapes = [list(specs.observation[key].shape) for key in self.keys]
         if any(len(shape) != 3 for shape in shapes):
@@ -104,7 +104,7 @@ class FrameStorage(RingStorage):
             ValueError: the RingWriter is missing, the memory is too small, or an entry is not a stack of images.
             KeyError: an entry is missing.
         """
-        rings = rings_in(self)
+        rings = rings_of(self)
         if rings is None:
             raise ValueError(
                 "A FrameStorage must have a RingWriter, which separates the environments. Pass the storage to an "
@@ -118,10 +118,12 @@ class FrameStorage(RingStorage):
             after = next_key(path)
             if path not in leaves or after not in leaves:
                 raise KeyError(
-                    f"The data must have the entries {name_of(path)} and {name_of(after)}, got {sorted(leaves)}."
+                    f"The data must have the entries {key_text(path)} and {key_text(after)}, got {sorted(leaves)}."
                 )
             if leaves[path].shape != leaves[after].shape or leaves[path].dtype != leaves[after].dtype:
-                raise ValueError(f"The stacks {name_of(path)} and {name_of(after)} must have the same shape and dtype.")
+                raise ValueError(
+                    f"The stacks {key_text(path)} and {key_text(after)} must have the same shape and dtype."
+                )
             self.frames[path] = FrameRing(leaves[path], self.frame_stack, rings.length, rings.num_envs)
             leaves[path] = leaves[after] = numbers.expand(len(leaves[path]), -1)
         super().allocate(to_tensordict(to_tree(leaves), torch.Size([len(data)])))
@@ -136,7 +138,7 @@ class FrameStorage(RingStorage):
     def leaf(self, path: Path) -> Tensor:
         """Return the stored leaf of a path; for a stack, its frame numbers, ``[max_size, K]``."""
         assert self.cells is not None
-        return self.cells.leaves[self.cells.places[path]]
+        return self.cells.leaves[self.cells.leaf_index[path]]
 
     def set(self, cursor: Any, data: TensorDictBase, *, set_cursor: bool = True) -> NoReturn:
         """Raise TypeError: frames must be written in order, not to scattered cells."""
@@ -161,7 +163,7 @@ class FrameStorage(RingStorage):
         stacks = [path for path, _ in leaves if (path[1:] if path[0] == "next" else path) in self.frames]
         if stacks:
             raise KeyError(
-                f"The entry {name_of(stacks[0])} is stored as frames and can only be read with complete steps."
+                f"The entry {key_text(stacks[0])} is stored as frames and can only be read with complete steps."
             )
         return leaves
 
@@ -174,7 +176,7 @@ class FrameStorage(RingStorage):
 
     # ------------------------------------------------------------------ state
 
-    def _kept_cells(self) -> int:
+    def _filled_cells(self) -> int:
         """Return the number of cells ever written; their frames are replaced or freed later."""
         return max((ring.written for ring in self.frames.values()), default=0)
 
@@ -197,7 +199,7 @@ class FrameStorage(RingStorage):
         super()._validate_consistency(values)
         if values["data"] is None:
             return
-        leaves, rings, frames = dict(leaves_of(values["data"])), rings_in(self), values["frames"]
+        leaves, rings, frames = dict(leaves_of(values["data"])), rings_of(self), values["frames"]
         if rings is None:
             raise ValueError("A FrameStorage must have a RingWriter. Load the state of the complete buffer.")
         check_state(frames, {".".join(path_of(key)): mapping for key in self.keys}, self.OWNER)
@@ -205,14 +207,14 @@ class FrameStorage(RingStorage):
             name, after = ".".join(path), next_key(path)
             if path not in leaves or after not in leaves:
                 raise ValueError(
-                    f"The state of the storage must have the entries {name_of(path)} and {name_of(after)}."
+                    f"The state of the storage must have the entries {key_text(path)} and {key_text(after)}."
                 )
             stack = frames[name].get("stack")
             numbers = leaves[path], leaves[after]
             check_frames(frames[name], name, *numbers, rings.num_envs, self.max_size, self.frame_stack)
             if self.frames and (stack.shape[1:] != self.frames[path].shape or stack.dtype != self.frames[path].dtype):
                 raise ValueError(
-                    f"The stacks {name_of(path)} of the state must have the shape and dtype of this storage."
+                    f"The stacks {key_text(path)} of the state must have the shape and dtype of this storage."
                 )
 
     def apply_state(self, values: Mapping[str, Any]) -> None:
@@ -248,7 +250,7 @@ class FrameCells(Cells):
     def __init__(self, tree: Tree, schema: Tree, frames: dict[Path, FrameRing]) -> None:
         super().__init__(tree)
         self.schema, self.frames = schema, frames
-        self._stacks = {path: (self.places[path], self.places[next_key(path)]) for path in frames}
+        self._stacks = {path: (self.leaf_index[path], self.leaf_index[next_key(path)]) for path in frames}
 
     def match(self, data: TensorDictBase, rows: int) -> tuple[list[Tensor], tuple[Ints, Ints] | None]:
         """Return the leaves of ``data``, stacks included, after validating them."""
@@ -257,7 +259,7 @@ class FrameCells(Cells):
             row = self.frames[path].first_discontinuity(leaves[index], leaves[next_index])
             if row is not None:
                 raise ValueError(
-                    f"The stack {name_of(next_key(path))} of row {row} must be {name_of(path)} shifted by one frame. "
+                    f"The stack {key_text(next_key(path))} of row {row} must be {key_text(path)} shifted by one frame. "
                     "Nothing was written. Use RingStorage for entries that are not stacked by a recipe's frame_stack."
                 )
         return leaves, None

@@ -13,16 +13,16 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._core.keys import DONE, NEXT, REWARD, TERMINATED, TRUNCATED
-from torchrl_lightning._core.torchrl_compat import attached
+from torchrl_lightning._core.torchrl_compat import attached_entities
 from torchrl_lightning._core.tree import (
     Path,
     entry_of,
+    is_below,
     keys_below,
     nested_key,
     next_key,
     path_of,
     tensordict_of,
-    under,
 )
 from torchrl_lightning._core.validators import Checked, boolean, fraction, one_of
 from torchrl_lightning.environments.env_errors import EnvironmentFault
@@ -145,11 +145,11 @@ class HindsightRelabel(EpisodeTransform):
         self._unchanged: list[int] = [0]  # rows with a new goal but the same reward; empty after the decision
         self._batches = [0, 1]  # count and next batch to check; a list, because setting a module's attribute is slow
 
-    def misfit(self, specs: Any, learner: Any = None) -> str | None:
+    def incompatibility(self, specs: Any, learner: Any = None) -> str | None:
         """Return an error message if goals of an environment with these specs cannot be relabelled, else None."""
         available = specs.keys
         for name, key in (("achieved_goal_key", self.achieved_goal_key), ("desired_goal_key", self.desired_goal_key)):
-            if not any(under(entry, key) for entry in available):
+            if not any(is_below(entry, key) for entry in available):
                 return (
                     f"{name} must be an entry of the observations, {', '.join(map(str, available))}, got {key!r}. Use "
                     "an environment with goals, such as env=robotics, or other data, such as data=uniform."
@@ -332,7 +332,7 @@ class HindsightRelabel(EpisodeTransform):
             reward = DefaultReward()
             if (error := default_reward_error(goal_spec(achieved, dims), goal_spec(desired, dims))) is not None:
                 raise EnvironmentFault(error)
-        writers = [part for part in attached(self.storage) if isinstance(part, EpisodicReturn)]
+        writers = [part for part in attached_entities(self.storage) if isinstance(part, EpisodicReturn)]
         self._functions = reward, terminated, {writer.key: writer.default_return for writer in writers}
         return self._functions
 

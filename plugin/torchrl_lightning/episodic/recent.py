@@ -127,7 +127,7 @@ class RecentSampler(SequenceSampler):
         ignored = integer(value, name, 0)
         if (prioritized := self.prioritized) is not None:
             other = prioritized.num_earliest_frames_ignored
-            if not prioritized.knows_windows or other != ignored:
+            if not prioritized.supports_windows or other != ignored:
                 raise ValueError(
                     f"prioritized must have a batch_length and {name}={ignored}, got "
                     f"batch_length={prioritized.batch_length} and {name}={other}."
@@ -151,7 +151,7 @@ class RecentSampler(SequenceSampler):
 
     @generator.setter
     def generator(self, value: torch.Generator) -> None:
-        self._own_rng = check_generator(value)
+        self._generator = check_generator(value)
         if self.prioritized is not None:
             self.prioritized.generator = value
 
@@ -177,7 +177,7 @@ class RecentSampler(SequenceSampler):
         if self.prioritized is None:
             return super().sample(storage, batch_size, batch_length)
         batch_size, steps = integer(batch_size, "batch_size", 0), batch_length or 1
-        recent = self._count_recent(self._writer(storage, batch_size, steps), batch_size, steps)
+        recent = self._count_recent(self._get_writer(storage, batch_size, steps), batch_size, steps)
         index, info = self.prioritized.sample(storage, batch_size - recent, batch_length)
         if not recent:
             return index, info
@@ -196,7 +196,7 @@ class RecentSampler(SequenceSampler):
         """
         return uniform(count, self.generator)
 
-    def _fill(self, writer: RingWriter, cells: Ints, mask: NDArray[np.bool_]) -> None:
+    def _draw_windows(self, writer: RingWriter, cells: Ints, mask: NDArray[np.bool_]) -> None:
         recent = self._count_recent(writer, *cells.shape) if self.prioritized is None else len(cells)
         self._draw_evenly(writer, writer.length, cells[recent:], mask[recent:])
         self._draw_evenly(writer, self.recent_data_steps, cells[:recent], mask[:recent])

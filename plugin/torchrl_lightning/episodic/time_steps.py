@@ -24,7 +24,7 @@ from torch import Tensor
 
 from torchrl_lightning._core.keys import DONE, IS_INIT, REWARD, STEP_TYPE, TERMINATED
 from torchrl_lightning._core.trust import ConfigSafe
-from torchrl_lightning.replay.episode_index import flag_of
+from torchrl_lightning.replay.episode_index import reduce_flags
 from torchrl_lightning.replay.positions import Flags
 from torchrl_lightning.replay.ring_writer import RingWriter
 
@@ -51,7 +51,7 @@ class StepLayout(ConfigSafe):
 
     def terminates(self, value: Tensor, done_reduce: str | None = None) -> Flags:
         """Return the termination flags ``[n]`` from the rows' entry ``terminated``; see :class:`RingWriter`."""
-        return flag_of(value == 0 if self.time_steps else value, 1, done_reduce)[0]
+        return reduce_flags(value == 0 if self.time_steps else value, 1, done_reduce)[0]
 
     def writer(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_lightning.kernels.scan import as_plain, is_plain, runs_on_numba
+from torchrl_lightning.kernels.scan import as_contiguous, is_kernel_ready, runs_on_numba
 
 _MISSING_FLAG = {
     "terminated": (
@@ -23,10 +23,10 @@ def kernel_inputs(
     All inputs must have one shape and device. The ``floats`` with these ``names`` must have one floating dtype. The
     ``flags`` are ``terminated`` and ``done``, and must be bool.
     """
-    if is_plain(floats, flags):
+    if is_kernel_ready(floats, flags):
         return floats + flags
     _check_inputs(caller, dict(zip(names, floats, strict=True)), dict(zip(_MISSING_FLAG, flags, strict=True)))
-    return tuple(map(as_plain, floats + flags)) if runs_on_numba(*floats) else None
+    return tuple(map(as_contiguous, floats + flags)) if runs_on_numba(*floats) else None
 
 
 def _check_inputs(caller: str, floats: dict[str, Tensor], flags: dict[str, Tensor]) -> None:

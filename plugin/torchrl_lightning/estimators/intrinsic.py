@@ -173,7 +173,7 @@ class IntrinsicRewardNormalizer(Stateful):
         continues = ~cuts.to(reward.device).view(*cuts.shape, *[1] * (reward.ndim - 2))
         return self.gamma * continues.to(reward.dtype).expand_as(reward)
 
-    def _loaded(self) -> None:
+    def _post_load(self) -> None:
         self._last = {}  # a new collector may restart its trajectory ids at 0
 
     def _initial_sums(self, reward: Tensor, env_ids: Tensor | None) -> Tensor | None:

@@ -154,7 +154,7 @@ def unreadable(name: str, error: Exception) -> str:
     return printable(reason if reason.startswith(name) else f"{name} cannot be shown: {reason}", MESSAGE_LIMIT)
 
 
-def contents_in(state: Any, name: str, last: int | None = None) -> Iterator[BufferView | str]:
+def find_buffers(state: Any, name: str, last: int | None = None) -> Iterator[BufferView | str]:
     """Yield the buffers in a nested state.
 
     Args:

@@ -14,7 +14,7 @@ from rich.text import Text
 from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.untrusted import printable
 from torchrl_lightning._core.validators import integer, optional
-from torchrl_lightning.inspection.buffer_views import BufferView, contents_in, unreadable
+from torchrl_lightning.inspection.buffer_views import BufferView, find_buffers, unreadable
 from torchrl_lightning.inspection.diagnostics import findings
 from torchrl_lightning.inspection.summary import Summary, summarize
 from torchrl_lightning.inspection.tables import tables
@@ -115,7 +115,7 @@ def inspect_state(state: Any, name: str | Path, *, last: int | None = None) -> I
     Raises:
         UserError: The state does not contain a buffer, or none can be inspected.
     """
-    return inspect_contents(contents_in(state, str(name), last), name)
+    return inspect_contents(find_buffers(state, str(name), last), name)
 
 
 def inspect_contents(contents: Iterable[BufferView | str], name: str | Path) -> Inspection:

@@ -28,12 +28,12 @@ class SampleCounter:
 
     def __init__(self, length: int, num_envs: int) -> None:
         self.length, self.num_envs = length, num_envs
-        self.number, self._age = 0, 0
+        self.num_samples, self._age = 0, 0
         self.ages = np.zeros(AGE_BINS, np.int64)
         self.counts = np.zeros(length * num_envs, np.int64)
         self._steps = np.full(length * num_envs, -1)  # the position of the step that each count belongs to
 
-    def note(self, index: Tensor, stamp: Tensor) -> None:
+    def update(self, index: Tensor, stamp: Tensor) -> None:
         """Count a batch.
 
         Args:
@@ -47,13 +47,13 @@ class SampleCounter:
         self._steps[cells] = step
         np.add.at(self.counts, cells, 1)
         self.ages += np.bincount(age * AGE_BINS // self.length, minlength=AGE_BINS)
-        self.number += len(age)
+        self.num_samples += len(age)
         self._age += int(age.sum())
 
     @property
     def mean_age(self) -> float:
         """Mean age of the sampled steps: the number of newer steps of the same environment."""
-        return self._age / max(self.number, 1)
+        return self._age / max(self.num_samples, 1)
 
     @property
     def most(self) -> int:

@@ -146,7 +146,7 @@ def _entry(view: BufferView, path: tuple[str, ...], leaf: Leaf) -> Entry:
     first = leaf[:1]
     size, dtype = first.numel(), first.dtype
     low = torch.full((size,), math.inf, dtype=torch.float64)
-    high, moments = -low, Moments.none()
+    high, moments = -low, Moments.empty()
     nans = num_seen = num_sampled = 0
     stride = max(1, view.num_inspected // SAMPLE_ROWS)
     # Preallocate one array: small arrays between the pieces would keep the heap from reusing freed memory.
@@ -202,7 +202,7 @@ def _moments(values: Tensor) -> Moments:
     """Return the moments of all numbers; one-byte dtypes, such as images, take a faster path through float32."""
     flat = values.reshape(-1)
     if flat.element_size() > 1 or not len(flat):
-        return Moments.of(flat) if len(flat) else Moments.none()
+        return Moments.from_samples(flat) if len(flat) else Moments.empty()
     flat = flat.float()
     mean = flat.sum(dtype=torch.float64) / len(flat)
     flat -= mean.float()

@@ -77,7 +77,7 @@ def facts(summary: Summary) -> list[tuple[str, str]]:
     if summary.draws is not None:
         draws = summary.draws
         undrawn_share = 1 - int((draws.counts > 0).sum()) / max(summary.view.count, 1)
-        counted = f"{draws.number:,} steps counted, one batch in {EVERY}; mean age {draws.mean_age:.4g}"
+        counted = f"{draws.num_samples:,} steps counted, one batch in {EVERY}; mean age {draws.mean_age:.4g}"
         lines.append(("sampled in this run", counted))
         lines.append(
             ("of the stored steps", f"{max(undrawn_share, 0):.0%} not in these batches; one step {draws.most:,} times")

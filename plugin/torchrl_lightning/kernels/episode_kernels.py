@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 
-def steps_of(cells: Any, length: int, positions: Any, env: Any, position: Any) -> None:
+def cells_to_positions(cells: Any, length: int, positions: Any, env: Any, position: Any) -> None:
     """Write the environments and positions of the steps in cells (numba).
 
     Args:
@@ -29,7 +29,7 @@ def steps_of(cells: Any, length: int, positions: Any, env: Any, position: Any) -
         position[i] = newest - (newest - slot) % length
 
 
-def locate(env: Any, position: Any, rings: Any, episodes: Any, first: Any, last: Any) -> None:
+def episode_bounds(env: Any, position: Any, rings: Any, episodes: Any, first: Any, last: Any) -> None:
     """Write the first and last positions of the episodes of stored steps (numba).
 
     Args:
@@ -54,16 +54,16 @@ def locate(env: Any, position: Any, rings: Any, episodes: Any, first: Any, last:
             last[i] = headless_end[ring]
 
 
-def bounds(
+def checked_episode_bounds(
     env: Any, position: Any, rings: Any, episodes: Any, clip: bool, relative: bool, first: Any, last: Any
 ) -> bool:
     """Write the first and last positions of the episodes of steps (numba), if all steps are stored.
 
     Args:
-        env: as in :func:`locate`.
-        position: as in :func:`locate`.
-        rings: as in :func:`locate`.
-        episodes: as in :func:`locate`.
+        env: as in :func:`episode_bounds`.
+        position: as in :func:`episode_bounds`.
+        rings: as in :func:`episode_bounds`.
+        episodes: as in :func:`episode_bounds`.
         clip: replace the first position by the oldest stored one if the first step is overwritten.
         relative: write the distance from the step to the last position instead of the position.
         first: output: position of the first step, ``[n]``; not written if empty.
@@ -80,7 +80,7 @@ def bounds(
         if position[i] < max(positions[ring] - length, valid_from[ring]) or position[i] >= positions[ring]:
             return False
     first_positions = first if len(first) else np.empty(len(env), np.int64)
-    locate(env, position, rings, episodes, first_positions, last)
+    episode_bounds(env, position, rings, episodes, first_positions, last)
     for i in range(len(env)):
         if clip:
             first_positions[i] = max(first_positions[i], positions[env[i]] - length, valid_from[env[i]])

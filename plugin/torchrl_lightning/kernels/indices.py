@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def integers(value: Any, name: str, device: torch.device | None = None) -> Tensor:
+def as_integers(value: Any, name: str, device: torch.device | None = None) -> Tensor:
     """Return integers of any shape as int64; an empty list is allowed.
 
     Raises:

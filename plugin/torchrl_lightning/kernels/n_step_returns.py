@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from torchrl_lightning.kernels.episode_kernels import locate, steps_of
+from torchrl_lightning.kernels.episode_kernels import cells_to_positions, episode_bounds
 from torchrl_lightning.kernels.scan_rows import scan_rows
 
 
@@ -17,8 +17,8 @@ def write_returns(
 
     Args:
         cells: the cells, ``[n]``; cells without an episode end are skipped.
-        rings: as in :func:`locate`.
-        episodes: as in :func:`locate`.
+        rings: as in :func:`episode_bounds`.
+        episodes: as in :func:`episode_bounds`.
         reward: rewards of all cells, ``[C, F]``.
         ends: markers of terminal steps in all cells, ``[C]``.
         at_zero: whether zero marks a terminal step; otherwise nonzero does.
@@ -34,8 +34,8 @@ def write_returns(
     ending_cells = cells[episodes[1][cells]]
     count = len(ending_cells)
     ids, end_positions, first, last = np.empty((4, count), np.int64)
-    steps_of(ending_cells, length, positions, ids, end_positions)
-    locate(ids, end_positions, rings, episodes, first, last)
+    cells_to_positions(ending_cells, length, positions, ids, end_positions)
+    episode_bounds(ids, end_positions, rings, episodes, first, last)
     carry = np.zeros(features, out.dtype)
     for i in range(count):
         env, end_position = ids[i], end_positions[i]
@@ -67,8 +67,8 @@ def n_step_returns(
 
     Args:
         cells: cells of the first steps, any shape ``[*B]``.
-        rings: as in :func:`locate`.
-        episodes: as in :func:`locate`.
+        rings: as in :func:`episode_bounds`.
+        episodes: as in :func:`episode_bounds`.
         horizon: maximum number of steps, and the discount of one step.
         rewards: rewards of all cells, ``[cells, *F]``.
         last: output: cells of the last steps, ``[*B]``.
@@ -81,8 +81,8 @@ def n_step_returns(
     flat_last, flat_steps, flat_gamma = last.reshape(-1), steps.reshape(-1), gamma.reshape(-1)
     reward, sums = rewards.reshape(size, -1), total.reshape(len(flat_cells), -1)
     env, position, first, end = np.empty((4, len(flat_cells)), np.int64)
-    steps_of(flat_cells, length, positions, env, position)
-    locate(env, position, rings, episodes, first, end)
+    cells_to_positions(flat_cells, length, positions, env, position)
+    episode_bounds(env, position, rings, episodes, first, end)
     for row in range(len(flat_cells)):
         cell, count, discount = flat_cells[row], min(max_steps, end[row] - position[row] + 1), step_discount
         for feature in range(reward.shape[1]):

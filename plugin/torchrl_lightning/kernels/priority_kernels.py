@@ -9,7 +9,7 @@ import numpy as np
 from torchrl_lightning.kernels.compiled import prefetch
 from torchrl_lightning.kernels.segments import LEVELS, SUM, climb, descend
 
-NOTHING = np.empty(0, np.int32)
+NO_GENERATIONS = np.empty(0, np.int32)
 
 
 def write(

@@ -33,7 +33,7 @@ BLOCK = 8  # time steps in a block of the two-level scan
 SHORT = 16  # up to this length a loop over time is faster than two levels
 
 BOOL = torch.bool
-LIKE: dict[torch.dtype, NDArray[Any]] = {
+EXAMPLE_ARRAYS: dict[torch.dtype, NDArray[Any]] = {
     torch.float32: np.empty(0, np.float32),
     torch.float64: np.empty(0, np.float64),
 }
@@ -42,17 +42,17 @@ LIKE: dict[torch.dtype, NDArray[Any]] = {
 
 def runs_on_numba(x: Tensor, *others: Tensor) -> bool:
     """Return whether the compiled kernels support these tensors: CPU, float32 or float64, no gradient needed."""
-    return x.is_cpu and x.dtype in LIKE and not _requires_grad(x, *others)
+    return x.is_cpu and x.dtype in EXAMPLE_ARRAYS and not _requires_grad(x, *others)
 
 
-def is_plain(floats: tuple[Tensor, ...], flags: tuple[Tensor, ...]) -> bool:
+def is_kernel_ready(floats: tuple[Tensor, ...], flags: tuple[Tensor, ...]) -> bool:
     """Return quickly whether a kernel can read these tensors: one shape, contiguous on the CPU, no gradient.
 
     False only means that a full check is needed. This function takes most of the time of a small rollout's estimate, so
     it compares only fields of the tensors and calls nothing else.
     """
     first = floats[0]
-    if type(first) is not Tensor or first.dtype not in LIKE:
+    if type(first) is not Tensor or first.dtype not in EXAMPLE_ARRAYS:
         return False
     shape, dtype = first.shape, first.dtype
     for x in floats:
@@ -66,7 +66,7 @@ def is_plain(floats: tuple[Tensor, ...], flags: tuple[Tensor, ...]) -> bool:
     return len(shape) > 0
 
 
-def as_plain(x: Tensor) -> Tensor:
+def as_contiguous(x: Tensor) -> Tensor:
     """Detach a tensor and make it contiguous for a kernel; numpy raises an error for tensors without own memory."""
     return torch.from_numpy(x.detach().contiguous().numpy())
 
@@ -172,16 +172,16 @@ def _expand(name: str, value: float | Tensor, like: Tensor) -> Tensor:
 def run_rows(kernel: Callable[..., Any], tensors: tuple[Tensor, ...], *factors: float) -> Any:
     """Call a compiled kernel with the addresses of plain tensors, their time steps, size and type, and factors."""
     x = tensors[0]
-    return jitted(kernel)(*map(Tensor.data_ptr, tensors), x.shape[0], x.numel(), LIKE[x.dtype], *factors)
+    return jitted(kernel)(*map(Tensor.data_ptr, tensors), x.shape[0], x.numel(), EXAMPLE_ARRAYS[x.dtype], *factors)
 
 
 # ----------------------------------------------------------------------------------------------------------- numba
 
 
 def _run_numba(x: Tensor, c: Tensor, initial: Tensor | None, reverse: bool) -> Tensor:
-    x, c = as_plain(x), as_plain(c)
+    x, c = as_contiguous(x), as_contiguous(c)
     y = torch.empty_like(x)
-    y0 = x.new_zeros(x.shape[1:]) if initial is None else as_plain(initial.expand(x.shape[1:]))
+    y0 = x.new_zeros(x.shape[1:]) if initial is None else as_contiguous(initial.expand(x.shape[1:]))
     run_rows(_scan, (x, c, y0, y), c.dim() > 0, reverse)
     return y
 

@@ -19,7 +19,7 @@ from torchrl_lightning._core.memory import allocate, zeros
 from torchrl_lightning._core.state import Attribute, Stateful, tensor
 from torchrl_lightning.kernels import segments
 from torchrl_lightning.kernels.compiled import jitted
-from torchrl_lightning.kernels.indices import integers
+from torchrl_lightning.kernels.indices import as_integers
 from torchrl_lightning.kernels.scan import Backend, runs_on_numba
 from torchrl_lightning.kernels.segments import OPERATIONS, assign_torch, descend_torch, reduce_pairs
 
@@ -66,7 +66,7 @@ class SegmentTree(Stateful):
     STATE = {
         "op": Attribute(),
         "capacity": Attribute(),
-        "leaves": Attribute(of=lambda tree: tree._check_saved_leaves, at="_used_leaves"),
+        "leaves": Attribute(check_for=lambda tree: tree._check_saved_leaves, attribute="_used_leaves"),
     }
 
     def __init__(
@@ -299,7 +299,7 @@ class SegmentTree(Stateful):
     def _index(self, index: Index) -> Tensor:
         if isinstance(index, slice):
             index = list(range(*index.indices(self.capacity)))
-        return integers(index, f"{self.name}: indices", self.device).contiguous()
+        return as_integers(index, f"{self.name}: indices", self.device).contiguous()
 
     def _out_of_range(self, index: int) -> IndexError:
         return IndexError(f"{self.name}: index {index} is out of range; the tree has {self.capacity} leaves.")

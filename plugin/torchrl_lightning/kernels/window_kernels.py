@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from torchrl_lightning.kernels.episode_kernels import locate
+from torchrl_lightning.kernels.episode_kernels import episode_bounds
 
 
 def draw(
@@ -21,8 +21,8 @@ def draw(
     Args:
         ranks: ranks of candidates, ``[n]`` float64.
         relative: whether ranks are fractions of the number of candidates, in [0, 1).
-        rings: as in :func:`episodes.locate`.
-        episodes: as in :func:`episodes.locate`.
+        rings: as in :func:`episodes.episode_bounds`.
+        episodes: as in :func:`episodes.episode_bounds`.
         options: reach (number of steps that must be stored after a window's first step), burn-in, whether windows end
             with their episode, and whether they are padded.
         cells: output: windows, ``[B, T]``, from row ``num_filled`` on.
@@ -48,7 +48,7 @@ def draw(
         newest_needed[i] = positions[env] - (cumulative_counts[env] - rank)
     first, last = np.empty(count, np.int64), np.empty(count, np.int64)
     if by_episode:
-        locate(envs, newest_needed, rings, episodes, first, last)
+        episode_bounds(envs, newest_needed, rings, episodes, first, last)
     for i in range(count):
         if num_filled == len(cells):
             break
@@ -100,5 +100,5 @@ def _stored_episodes(env: int, rings: Any, episodes: Any, by_episode: bool) -> t
     positions_of_env = np.arange(max(positions[env] - length, valid_from[env]), positions[env])
     first, last = np.empty_like(positions_of_env), np.empty_like(positions_of_env)
     if by_episode:
-        locate(np.full(len(positions_of_env), env), positions_of_env, rings, episodes, first, last)
+        episode_bounds(np.full(len(positions_of_env), env), positions_of_env, rings, episodes, first, last)
     return positions_of_env, first, last

@@ -14,7 +14,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._core.keys import ADVANTAGE, DONE, FINISHED, REWARD, TARGET, TERMINATED, TRUNCATED
-from torchrl_lightning._core.settings import Count, Fraction, NotNegative, setting
+from torchrl_lightning._core.settings import Fraction, NonNegative, PositiveInt, setting
 from torchrl_lightning._core.state import Attribute, bounded_integer, fields, flag
 from torchrl_lightning._core.tree import entry_of
 from torchrl_lightning._core.validators import Check, fraction
@@ -113,13 +113,13 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
     STATE = {**VanillaOnPolicyBuffer.STATE, "paths": Attribute(PATH_STATE, "_paths")}
     schema: ClassVar[type] = PPOBufferSchema
 
-    obs_dim: Count | None = setting(default=None, kw_only=False)
-    act_dim: Count | None = setting(default=None, kw_only=False)
-    _size: InitVar[Count] = setting(alias="size", default=1024, kw_only=False)
-    batch_size: InitVar[Count] = setting(default=256, kw_only=False)
+    obs_dim: PositiveInt | None = setting(default=None, kw_only=False)
+    act_dim: PositiveInt | None = setting(default=None, kw_only=False)
+    _size: InitVar[PositiveInt] = setting(alias="size", default=1024, kw_only=False)
+    batch_size: InitVar[PositiveInt] = setting(default=256, kw_only=False)
     _gamma: Fraction | None = setting(alias="gamma", default=None, kw_only=False)
     gae_lambda: Fraction = setting(alias="lam", default=0.95, kw_only=False)
-    eps: NotNegative = setting(default=1e-3, kw_only=False)
+    eps: NonNegative = setting(default=1e-3, kw_only=False)
     _device: InitVar[torch.device | str] = setting(alias="device", default="cpu")
     actor: Any = None
     algorithm: Any = None
@@ -317,7 +317,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
         if not self._stored:
             if not self.step:
                 return torch.zeros(0, dtype=torch.int64, device=self.device), torch.zeros(0, device=self.device)
-            cells = torch.arange(self._estimated().numel(), device=self.device)
+            cells = torch.arange(self._ensure_estimated().numel(), device=self.device)
             return cells, self._column("adv", cells).flatten()
         if self._finished_steps is None:
             data = self._data
@@ -334,10 +334,10 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
         return PathAdvantages(standardize=self.standardize_advantages, lmbda=self.gae_lambda, eps=self.eps)
 
     @property
-    def _is_due(self) -> bool:
+    def _needs_estimates(self) -> bool:
         """Whether an inserted rollout lacks advantages, a path is open, or advantages are not standardised yet."""
         if not self._stored:
-            return super()._is_due
+            return super()._needs_estimates
         return self.path_length > 0 or (self.standardize_advantages and "advantage" not in self.storage.added())
 
     def _write_estimates(

@@ -110,7 +110,7 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
         self.obs_dim, self.act_dim, self.max_size = obs_dim, act_dim, size
         self.weights: Tensor | None = None
 
-    def misfit(self, specs: Any, learner: Any) -> str | None:
+    def incompatibility(self, specs: Any, learner: Any) -> str | None:
         """Return an error text if ``obs_dim`` or ``act_dim`` differs from the environment's size, or None."""
         observation, action = dict(specs.observation.items(True, True)).get("observation"), specs.action
         for name, declared, spec in (("obs_dim", self.obs_dim, observation), ("act_dim", self.act_dim, action)):

@@ -57,13 +57,13 @@ class RolloutActor:
             if self._worker is None:
                 self._worker = Worker(*self._worker_arguments)
             if delta is not None:
-                self._worker.follow(delta)
+                self._worker.apply_delta(delta)
             if weights is not None and version != self._policy_version:
                 load_weights(self._worker.policy, weights)
             self._policy_version = version
             rollout = self._worker.rollout(version)
         except EnvironmentFault as fault:
-            raise fault.sent() from None  # the learner may be unable to import the class of its cause
+            raise fault.to_remote() from None  # the learner may be unable to import the class of its cause
         self._num_begun += 1
         if self._writer is not None:
             if self._worker.collector.reset_at_each_batch:
@@ -81,4 +81,4 @@ class RolloutActor:
             try:
                 worker.collector.shutdown()
             except EnvironmentFault as fault:
-                raise fault.sent() from None
+                raise fault.to_remote() from None

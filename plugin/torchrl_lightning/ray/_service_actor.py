@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from torchrl_lightning._core.errors import UserError
-from torchrl_lightning._core.files import read_state, write_state
+from torchrl_lightning._core.files import read_state_folder, write_state_folder
 from torchrl_lightning.environments.seeds import spawn_seed
 from torchrl_lightning.ray._serialization import Arrays, BatchUpdate, Receipt, SampledBatches, pack_batch, unpack_batch
 from torchrl_lightning.ray.cluster import ServiceFault, installed_versions
@@ -178,7 +178,7 @@ class ServiceActor:
         name = f"{kind}_{self._next_snapshot:08d}"
         sessions = {writer: [session, written] for writer, (session, written) in self._sessions.items()}
         inserted, drawn = self._row_counts()
-        write_state(
+        write_state_folder(
             self._folder / name,
             {
                 "version": VERSION,
@@ -221,7 +221,7 @@ class ServiceActor:
 
     def _restore(self, folder: Path) -> None:
         try:
-            state = read_state(folder)
+            state = read_state_folder(folder)
             if state["version"] != VERSION:
                 raise ValueError(f"it has version {state['version']!r}, this release reads {VERSION}")
             sessions = {

@@ -30,7 +30,7 @@ def call_shard(send: Callable[..., Any], *args: Any, pending: Any = None) -> Any
         pending: A request that was sent already.
 
     Raises:
-        Fault: The shard rejects the request.
+        UserError: The shard rejects the request.
         ServiceFault: The shard was ended, or is not back in time.
     """
     import ray

@@ -99,7 +99,7 @@ class RayCollector(WorkersCollector):
     """
 
     yields_owned_rollouts = True
-    STATE = {"num_collectors": Attribute(at="num_workers"), **WorkersCollector.SHARED_STATE}
+    STATE = {"num_collectors": Attribute(attribute="num_workers"), **WorkersCollector.SHARED_STATE}
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class RayCollector(WorkersCollector):
         except self._ray.exceptions.RayTaskError as error:
             cause = error.cause
             if isinstance(cause, EnvironmentFault):
-                raise cause.within(f"In collector worker {worker}: ") from None
+                raise cause.with_prefix(f"In collector worker {worker}: ") from None
             if isinstance(cause, ServiceFault):
                 raise cause from None
             if isinstance(cause, ImportError):
@@ -221,7 +221,7 @@ class RayCollector(WorkersCollector):
                 self._request(worker)
 
     def _request(self, worker: int) -> None:
-        ref = self._actors[worker].rollout.remote(*self._weights, self._news(worker))
+        ref = self._actors[worker].rollout.remote(*self._weights, self._pickled_delta(worker))
         self._num_begun[worker] += 1
         self._pending[ref] = worker
 

@@ -28,7 +28,7 @@ from torchrl_lightning.ray._service_writer import ServiceWriter, call_shard
 from torchrl_lightning.ray.cluster import ServiceFault, connect, installed_versions
 from torchrl_lightning.ray.rate_limiter import RateLimiter
 from torchrl_lightning.replay import ExperienceBuffer
-from torchrl_lightning.replay.builders import excluded_keys, prioritized_in, time_major
+from torchrl_lightning.replay.builders import excluded_keys, find_prioritized, time_major
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +231,7 @@ class ReplayService(ConfigSafe):
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Read the priorities that a loss wrote into a batch, and send them with the next call."""
-        if prioritized_in(self.buffer.sampler) is not None:
+        if find_prioritized(self.buffer.sampler) is not None:
             self._send_update(data, [self.buffer.priority_key, INDEX, "write_generation"], None)
 
     def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> None:

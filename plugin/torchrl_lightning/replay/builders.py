@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers.samplers import ConsumingSampler, Sampler
 
 from torchrl_lightning._core.keys import NEXT, REPEATED
 from torchrl_lightning._core.protocols import SamplerApi
-from torchrl_lightning._core.tree import check_tensordict, name_of, nested_keys, path_of
+from torchrl_lightning._core.tree import check_tensordict, key_text, nested_keys, path_of
 from torchrl_lightning.kernels.indices import unique_last
 from torchrl_lightning.replay.cells import check_values
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
@@ -27,7 +27,7 @@ from torchrl_lightning.replay.rings import Rings
 logger = logging.getLogger(__name__)
 
 
-def prioritized_in(sampler: Sampler) -> PrioritizedSampler | None:
+def find_prioritized(sampler: Sampler) -> PrioritizedSampler | None:
     """Return the :class:`PrioritizedSampler`: ``sampler`` itself or its attribute ``prioritized``, else None."""
     prioritized = getattr(sampler, "prioritized", sampler)
     return prioritized if isinstance(prioritized, PrioritizedSampler) else None
@@ -41,7 +41,7 @@ def uses_priorities(sampler: Sampler) -> bool:
 
 def init_priorities(sampler: Sampler | None, max_size: int) -> None:
     """Allocate priorities for ``max_size`` cells, unless the prioritized sampler was built with ``max_capacity``."""
-    prioritized = None if sampler is None else prioritized_in(sampler)
+    prioritized = None if sampler is None else find_prioritized(sampler)
     if prioritized is not None:
         prioritized.init_table(max_size)
 
@@ -83,7 +83,7 @@ def entries_to_write(
     for path, stored in storage.leaves(key):
         values = batch.get(path, None)
         if not isinstance(values, Tensor):
-            raise KeyError(f"The batch has no entry {name_of(path)} to write back.")
+            raise KeyError(f"The batch has no entry {key_text(path)} to write back.")
         check_values(path, stored, values, shape)
         entries.append((path, values.detach()))
     return entries
@@ -207,6 +207,6 @@ def check_lengths(buffer: Any) -> None:
             f"batch_length must be at most max_size / num_envs = {length}, got {window}, because a ring stores "
             "no longer window. Raise max_size, or lower batch_length."
         )
-    prioritized = prioritized_in(sampler)
+    prioritized = find_prioritized(sampler)
     if prioritized is not None:
         prioritized.check_capacity(size)

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning._core.torchrl_compat import new_tensordict
-from torchrl_lightning._core.tree import Path, Tree, difference, is_tensordict, leaves_of, name_of, raw_items
+from torchrl_lightning._core.tree import Path, Tree, difference, is_tensordict, key_text, leaves_of, raw_items
 from torchrl_lightning.kernels import row_copies
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.replay.positions import Ints
@@ -58,7 +58,7 @@ class Cells:
     def __init__(self, tree: Tree) -> None:
         self.tree = self.schema = tree  # the stored leaves, and the leaves to write
         self.leaves = [leaf for _, leaf in leaves_of(tree)]
-        self.places = {path: number for number, (path, _) in enumerate(leaves_of(tree))}
+        self.leaf_index = {path: number for number, (path, _) in enumerate(leaves_of(tree))}
         self.count = len(self.leaves[0])
         self.device = self.leaves[0].device  # cached: tensor.device costs as much as a small copy
         self.on_cpu = self.device.type == "cpu"
@@ -166,8 +166,8 @@ class Cells:
         return _nest_leaves(plan.level, gathered, shape, names, self.device)
 
     def _make_read_plan(self, skip: frozenset[Path]) -> _ReadPlan:
-        paths = sorted((path for path in self.places if path not in skip), key=_is_next)
-        leaves = [self.leaves[self.places[path]] for path in paths]
+        paths = sorted((path for path in self.leaf_index if path not in skip), key=_is_next)
+        leaves = [self.leaves[self.leaf_index[path]] for path in paths]
         leaf_numbers = {path: number for number, path in enumerate(paths)}
         middle = sum(not _is_next(path) for path in paths)
         return _ReadPlan(
@@ -266,6 +266,6 @@ def check_values(path: tuple[str, ...], leaf: Tensor, values: Tensor, shape: tor
     expected = [*shape, *leaf.shape[1:]]
     if list(values.shape) != expected or values.dtype != leaf.dtype:
         raise ValueError(
-            f"Entry {name_of(path)} must be {expected} {leaf.dtype}, got {list(values.shape)} {values.dtype}; "
+            f"Entry {key_text(path)} must be {expected} {leaf.dtype}, got {list(values.shape)} {values.dtype}; "
             "nothing was written."
         )

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning._core.keys import NEXT, TRAJ_IDS
-from torchrl_lightning._core.tree import Path, Tree, entry_of, leaves_of, name_of
+from torchrl_lightning._core.tree import Path, Tree, entry_of, key_text, leaves_of
 from torchrl_lightning.replay.positions import Flags, Ints
 from torchrl_lightning.replay.ring_storage import RingStorage
 from torchrl_lightning.replay.rings import Rings
@@ -111,7 +111,7 @@ class TrajectoryCuts:
                 "from the stored successor: the writer ends those trajectories there. Call writer.cut() whenever "
                 "environments are restarted. If the rows do continue them, pass check_successors=False to the "
                 "RingWriter or the buffer.",
-                env[cut].tolist(), name_of(differing_path),
+                env[cut].tolist(), key_text(differing_path),
             )  # fmt: skip
         return init
 
@@ -119,7 +119,7 @@ class TrajectoryCuts:
 def pending_entry(rows: PendingRows, path: Path) -> Tensor:
     """Return an entry of the rows to write, ``[n, ...]``."""
     storage, data, leaves = rows
-    value = entry_of(data, path) if leaves is None else leaves[storage.cells.places[path]]
+    value = entry_of(data, path) if leaves is None else leaves[storage.cells.leaf_index[path]]
     assert value is not None
     return value
 
@@ -133,7 +133,7 @@ def stored_entry(storage: Any, path: Path, cells: Ints) -> Tensor:
         return value
     ring_cells = storage.cells
     assert ring_cells is not None
-    return ring_cells.leaves[ring_cells.places[path]].index_select(0, index.to(ring_cells.device))
+    return ring_cells.leaves[ring_cells.leaf_index[path]].index_select(0, index.to(ring_cells.device))
 
 
 def stored_trajectory_ids(storage: Any, cells: Ints) -> NDArray[Any]:
@@ -143,7 +143,7 @@ def stored_trajectory_ids(storage: Any, cells: Ints) -> NDArray[Any]:
         return cells
     if ring_cells is None or not ring_cells.on_cpu:
         return trajectory_id_array(stored_entry(storage, TRAJ_IDS, cells))
-    return trajectory_id_array(ring_cells.leaves[ring_cells.places[TRAJ_IDS]])[cells]
+    return trajectory_id_array(ring_cells.leaves[ring_cells.leaf_index[TRAJ_IDS]])[cells]
 
 
 def trajectory_id_array(ids: Tensor) -> NDArray[Any]:

@@ -217,7 +217,7 @@ class EpisodeIndex:
 
     def _query(self, env: Ints, position: Ints, clip: bool, to_end: bool, begin: Ints, end: Ints) -> None:
         flat = env.ravel(), position.ravel()
-        if not jitted(episode_kernels.bounds)(*flat, self.rings, self.arrays, clip, to_end, begin, end):
+        if not jitted(episode_kernels.checked_episode_bounds)(*flat, self.rings, self.arrays, clip, to_end, begin, end):
             check_steps(*flat, self._oldest(np.arange(self.num_envs)), self._positions)
 
     @staticmethod
@@ -305,7 +305,7 @@ NO_INDEX_HINT = (
 )
 
 
-def flag_of(value: Tensor, steps: int, reduce: str | None = None) -> Flags:
+def reduce_flags(value: Tensor, steps: int, reduce: str | None = None) -> Flags:
     """Reduce the flags of time-major rows, with any trailing shape, to ``[T, M]``.
 
     Args:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torchrl.envs.transforms import Transform
 
 from torchrl_lightning._core.tree import entry_of
-from torchrl_lightning.kernels.indices import integers
+from torchrl_lightning.kernels.indices import as_integers
 from torchrl_lightning.replay.episode_index import NO_INDEX_HINT, EpisodeIndex
 from torchrl_lightning.replay.ring_storage import RingStorage
-from torchrl_lightning.replay.rings import rings_in
+from torchrl_lightning.replay.rings import rings_of
 
 
 class EpisodeTransform(Transform):
@@ -40,7 +40,7 @@ class EpisodeTransform(Transform):
     @property
     def episodes(self) -> EpisodeIndex:
         """The episode index of the storage; ValueError if episodes are not tracked."""
-        rings = rings_in(self.storage)
+        rings = rings_of(self.storage)
         if rings is None or rings.index is None:
             raise ValueError(
                 f"{type(self).__name__} needs an episode index, which the writer does not have. Write "
@@ -53,7 +53,7 @@ class EpisodeTransform(Transform):
         index = entry_of(batch, "index")
         if index is None:
             raise KeyError(f"{type(self).__name__} needs the entry 'index', the cells that a batch was read from.")
-        return integers(index, "Cells").cpu()
+        return as_integers(index, "Cells").cpu()
 
     def check_unbound(self, *storages: RingStorage | None) -> None:
         """Validate that the transform reads one of these storages or none; raise ValueError otherwise."""
@@ -73,21 +73,21 @@ class EpisodeTransform(Transform):
         return copied
 
 
-def transforms_in(transform: Any) -> Iterator[nn.Module]:
+def iter_transforms(transform: Any) -> Iterator[nn.Module]:
     """Iterate over a transform and its nested transforms."""
     return transform.modules() if isinstance(transform, nn.Module) else iter(())
 
 
-def tell(transform: Any, goal_functions: Any) -> None:
+def set_goal_functions(transform: Any, goal_functions: Any) -> None:
     """Pass the goal functions of an environment to all transforms with a method ``use_environment``."""
-    for module in transforms_in(transform):
+    for module in iter_transforms(transform):
         if (use_environment := getattr(module, "use_environment", None)) is not None:
             use_environment(goal_functions)
 
 
 def bind_transforms(transform: Any, storage: RingStorage, previous: RingStorage | None = None) -> None:
     """Bind the transforms of a buffer to its storage; raise ValueError if one of them belongs to another buffer."""
-    episode_transforms = [module for module in transforms_in(transform) if isinstance(module, EpisodeTransform)]
+    episode_transforms = [module for module in iter_transforms(transform) if isinstance(module, EpisodeTransform)]
     for module in episode_transforms:
         module.check_unbound(storage, previous)
     for module in episode_transforms:

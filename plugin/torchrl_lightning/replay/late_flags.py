@@ -74,7 +74,7 @@ class LateFlags:
         """Return a mask of stored steps with a flag that begins an episode."""
         ring_cells = self._storage.cells
         assert ring_cells is not None
-        leaf_number = ring_cells.places.get(self._init)
+        leaf_number = ring_cells.leaf_index.get(self._init)
         if leaf_number is None:
             return np.zeros(len(cells), np.bool_)
         leaf = ring_cells.leaves[leaf_number]
@@ -83,7 +83,7 @@ class LateFlags:
     def _begin_masks(self, cells: Ints) -> tuple[Flags, Flags]:
         """Return masks of the successive steps that begin an episode by a flag, and by a new trajectory id."""
         has_new_id = np.zeros(len(cells), np.bool_)
-        if self._storage.cells is not None and TRAJ_IDS in self._storage.cells.places:
+        if self._storage.cells is not None and TRAJ_IDS in self._storage.cells.leaf_index:
             ids = stored_trajectory_ids(self._storage, cells)
             has_new_id[1:] = ids[1:] != ids[:-1]
         return self._begin_flags(cells), has_new_id
@@ -101,7 +101,7 @@ def rewritten_successors(
     newest = (positions - 1) % rings.length * rings.num_envs + rings.ids
     rows, rewritten = np.flatnonzero(np.isin(changed_cells, newest)), []
     for path in paths if rows.size else ():
-        leaf, row_index = storage.cells.leaves[storage.cells.places[path]], torch.from_numpy(rows)
+        leaf, row_index = storage.cells.leaves[storage.cells.leaf_index[path]], torch.from_numpy(rows)
         values = changes[path].index_select(0, row_index.to(changes[path].device))
         if not equal_rows(leaf.index_select(0, torch.from_numpy(changed_cells[rows]).to(leaf.device)), values).all():
             rewritten.append(path[1:])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchrl_lightning._core.files import NoCheckpointerMixin
 from torchrl_lightning._core.mixins import SignatureDescriptor
-from torchrl_lightning._core.torchrl_compat import BufferBase, Drawn, dispatches_modules
+from torchrl_lightning._core.torchrl_compat import BufferBase, SampledBatch, set_module_dispatch
 from torchrl_lightning._core.tree_checks import TorchRLState
 from torchrl_lightning.replay.state_checks import pack_batch, sampler_state
 
@@ -61,7 +61,7 @@ class LockedBuffer(NoCheckpointerMixin, BufferBase):
         """Read cells on TorchRL's longer path, used instead of :meth:`read`; ``info`` has the sampler's entries."""
         raise NotImplementedError
 
-    def draw_batch(self, batch_size: int) -> Drawn:
+    def draw_batch(self, batch_size: int) -> SampledBatch:
         """Sample a batch as TorchRL does, but read cells by :meth:`look_up` and run transforms under the locks."""
         with self.locked():
             index, info = self._sampler.sample(self._storage, batch_size, **self.sample_options)
@@ -70,7 +70,7 @@ class LockedBuffer(NoCheckpointerMixin, BufferBase):
             info["index"] = index
             data = self.collate(self.look_up(index, info))
             if len(self._transform):
-                with data.unlock_(), dispatches_modules(True):
+                with data.unlock_(), set_module_dispatch(True):
                     data = self._transform(data)
         return data, info
 

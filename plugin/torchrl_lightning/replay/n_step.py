@@ -64,7 +64,7 @@ class NStepReturns:
         self, cells: Cells, episodes: EpisodeIndex | None, index: Tensor, names: Names, skip: Collection[Path]
     ) -> dict[str, Any]:
         """Read entries of the cells ``index``, as :meth:`Cells.gather` does, with folded steps."""
-        reward_leaf = cells.places.get(REWARD)
+        reward_leaf = cells.leaf_index.get(REWARD)
         if reward_leaf is None:
             raise KeyError(f"n_steps={self.n_steps} needs the entry {REWARD!r}, which is not stored.")
         if episodes is None:

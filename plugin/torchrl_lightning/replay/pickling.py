@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from torchrl_lightning._core.memory import UnnamedFile, check_free_memory, mapped_tree, packed_tree, unpacked_tree
+from torchrl_lightning._core.memory import UnnamedFile, check_free_memory, map_tree, pack_tree, unpack_tree
 from torchrl_lightning._core.mixins import is_spawning
 from torchrl_lightning._core.torchrl_compat import StorageBase
 from torchrl_lightning._core.tree import Tree, map_leaves, row_bytes
@@ -50,7 +50,7 @@ class PickledCells(process_owned.ProcessOwned, StorageBase):
         """Use these leaves as the cells."""
         raise NotImplementedError
 
-    def _kept_cells(self) -> Tensor | int:
+    def _filled_cells(self) -> Tensor | int:
         """Return the filled cells, or their number if they are the first cells."""
         raise NotImplementedError
 
@@ -65,7 +65,7 @@ class PickledCells(process_owned.ProcessOwned, StorageBase):
             return self._copied_state()
         if self._file is None:  # nothing is mapped yet
             return {**super().__getstate__(), "_cells": {}}
-        if not self._file.can_be_opened:
+        if not self._file.supports_reopening:
             return self._copied_state()
         layout = map_leaves(lambda leaf: leaf[:0].clone(), self.tree)
         return {**super().__getstate__(), "_storage": None, "cells": None, "_cells": layout}
@@ -77,8 +77,8 @@ class PickledCells(process_owned.ProcessOwned, StorageBase):
         state = {**super().__getstate__(), "_storage": None, "cells": None, "scratch_dir": None, "_file": None}
         if is_spawning():  # the other process uses the same memory
             return {**state, "_cells": self.tree}
-        cells = self._kept_cells()
-        return {**state, "_cells": packed_tree(self.tree, cells), "_packed": cells}
+        cells = self._filled_cells()
+        return {**state, "_cells": pack_tree(self.tree, cells), "_packed": cells}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))
@@ -90,9 +90,9 @@ class PickledCells(process_owned.ProcessOwned, StorageBase):
         tree, cells = state.pop("_cells"), state.pop("_packed", None)
         super().__setstate__(state)
         if cells is not None:
-            tree = unpacked_tree(tree, cells, self.max_size)
+            tree = unpack_tree(tree, cells, self.max_size)
         elif self._file is not None:
-            tree = mapped_tree(self._file, tree, self.max_size)
+            tree = map_tree(self._file, tree, self.max_size)
         if not self._shared:
             self.claim_ownership()
         if tree:

@@ -27,7 +27,7 @@ def steps_between(low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
 def steps_of(cells: Ints, length: int, positions: Ints) -> tuple[Ints, Ints]:
     """Return environments and positions of the steps in cells, in the same shape; see ``Rings.position_of``."""
     env, position = np.empty(cells.shape, np.int64), np.empty(cells.shape, np.int64)
-    jitted(episode_kernels.steps_of)(cells.ravel(), length, positions, env.reshape(-1), position.reshape(-1))
+    jitted(episode_kernels.cells_to_positions)(cells.ravel(), length, positions, env.reshape(-1), position.reshape(-1))
     return env, position
 
 

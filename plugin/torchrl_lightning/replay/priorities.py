@@ -16,7 +16,7 @@ from torchrl_lightning._core.mixins import uniform
 from torchrl_lightning.kernels import priority_kernels
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.indices import unique_last
-from torchrl_lightning.kernels.scan import LIKE, Backend
+from torchrl_lightning.kernels.scan import EXAMPLE_ARRAYS, Backend
 from torchrl_lightning.kernels.segment_tree import MaxSegmentTree, MinSegmentTree, SumSegmentTree
 from torchrl_lightning.replay.positions import Ints, steps_between
 
@@ -152,7 +152,7 @@ class Priorities:
         self.lowest = MinSegmentTree(capacity, initial=math.inf, **kwargs) if keep_lowest else None
         self.highest = MaxSegmentTree(capacity, initial=0.0, **kwargs) if keep_highest else None
         self._compiled = backend != "torch" and self.priorities.device.type == "cpu"
-        self._numpy_dtype = LIKE[dtype].dtype
+        self._numpy_dtype = EXAMPLE_ARRAYS[dtype].dtype
         self._limit = torch.finfo(dtype).max / capacity
         self._views: tuple[Any, ...] = ()
         self._address = 0
@@ -214,7 +214,7 @@ class Priorities:
                 ALL_CELLS if self.starts is None else self.starts.arrays,
                 _contiguous_array(index),
                 np.array([priority]) if isinstance(priority, float) else _contiguous_array(priority),
-                priority_kernels.NOTHING if generations is None else _contiguous_array(generations),
+                priority_kernels.NO_GENERATIONS if generations is None else _contiguous_array(generations),
                 is_new,
                 (self.eps, self.alpha, self._limit),
             )

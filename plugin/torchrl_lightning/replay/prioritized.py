@@ -29,10 +29,10 @@ from torchrl_lightning._core.state import (
 from torchrl_lightning._core.torchrl_compat import SamplerHooks
 from torchrl_lightning._core.tree import nested_key
 from torchrl_lightning._core.validators import Checked, boolean, integer, non_negative, one_of, optional
-from torchrl_lightning.kernels.indices import integers
+from torchrl_lightning.kernels.indices import as_integers
 from torchrl_lightning.replay.positions import MissingStepsError
 from torchrl_lightning.replay.priorities import REDUCTIONS, Priorities, ValidStarts, reduce_priorities
-from torchrl_lightning.replay.rings import Rings, rings_in, stored_cells
+from torchrl_lightning.replay.rings import Rings, rings_of, stored_cells
 
 WEIGHT_NORMS = ("batch", "buffer", None)
 FLOATS = (torch.float32, torch.float64)
@@ -97,14 +97,19 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
     STATE = {
         "alpha": Attribute(number(0), "table.alpha"),
         "beta": Attribute(number(0), "_beta"),
-        "eps": Attribute(at="table.eps"),
-        "capacity": Attribute(at="table.capacity", argument="max_capacity"),
-        "leaves": Attribute(of=lambda sampler: tensor(sampler.dtype, None, anywhere=True), at="table.leaves"),
+        "eps": Attribute(attribute="table.eps"),
+        "capacity": Attribute(attribute="table.capacity", argument="max_capacity"),
+        "leaves": Attribute(
+            check_for=lambda sampler: tensor(sampler.dtype, None, anywhere=True), attribute="table.leaves"
+        ),
         "priorities": Attribute(any_value, "table.saved_priorities"),
         "generations": Attribute(any_value, "table.saved_generations"),
         "largest": Attribute(number(0), "table.largest"),
         "starts": Attribute(
-            of=lambda sampler: sampler._read_starts, at="table.starts", form=ValidStarts.state, only="knows_windows"
+            check_for=lambda sampler: sampler._read_starts,
+            attribute="table.starts",
+            to_saved=ValidStarts.state,
+            exists_if="supports_windows",
         ),
         "generator": GENERATOR,
     }
@@ -139,11 +144,11 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
         # TorchRL's own __init__ would build compiled trees, which some versions of torch cannot load.
         eps, self.initial_priority = non_negative(eps, "eps"), initial_priority
         self._beta = non_negative(beta, "beta")
-        self.knows_windows = True
+        self.supports_windows = True
         """Whether the sampler supports windows, whatever the current ``batch_length``."""
         self.batch_length = batch_length
         self.num_earliest_frames_ignored = num_earliest_frames_ignored
-        self.knows_windows = self.batch_length is not None or self.num_earliest_frames_ignored > 0
+        self.supports_windows = self.batch_length is not None or self.num_earliest_frames_ignored > 0
         self._has_lowest = weight_norm == "buffer"
         self._make_table = partial(
             Priorities,
@@ -153,7 +158,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
             device="cpu" if device is None else device,
             keep_lowest=self._has_lowest,
             keep_highest=max_priority_within_buffer,
-            limited=self.knows_windows,
+            limited=self.supports_windows,
         )
         if max_capacity is not None:
             self.table = self._make_table(max_capacity)
@@ -161,7 +166,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
         self.priority_key = priority_key
         self.stratified = stratified
         self.weight_norm = weight_norm
-        self._own_rng = generator
+        self._generator = generator
         self._limited_by: tuple[int, ...] = ()  # ring version and lengths of the last call of table.limit
 
     @cached_property
@@ -223,7 +228,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
 
     def _check_window(self, value: Any, name: str) -> int | None:
         number: int | None = optional(integer)(value, name) if name == "batch_length" else integer(value, name, 0)
-        if number and not self.knows_windows:
+        if number and not self.supports_windows:
             raise ValueError(
                 f"{name} must be set by the constructor, because this sampler draws single cells, got {number}. "
                 f"Build another one with {name}={number}."
@@ -261,7 +266,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
         """
         batch_size = integer(batch_size, "batch_size", 0)
         steps = self.batch_length if batch_length == "own" else batch_length
-        if steps is not None and not self.knows_windows:
+        if steps is not None and not self.supports_windows:
             raise ValueError(f"This sampler draws single cells. Build it with batch_length={steps!r} for windows.")
         table, windows = self.table, None
         if not table.count:
@@ -295,7 +300,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
 
     def _limit(self, storage: Storage, batch_length: int | None) -> Rings:
         """Limit sampling to cells that begin a complete window and are not ignored; return the rings."""
-        rings = rings_in(storage)
+        rings = rings_of(storage)
         if rings is None:
             raise ValueError(
                 f"batch_length and num_earliest_frames_ignored need rings, but no RingWriter fills this "
@@ -354,7 +359,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
         """
         if storage is not None and not self.table.count:
             self._add_stored_cells(storage)
-        if self.knows_windows and isinstance(index, Tensor) and index.ndim == 2:
+        if self.supports_windows and isinstance(index, Tensor) and index.ndim == 2:
             index, generation = index[:, 0], generation if generation is None else generation[:, 0]
         cells, value = self._flat_priorities(index, priority, storage)
         if generation is not None:
@@ -434,7 +439,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
             return index
         if isinstance(index, tuple):
             index = torch.stack(index, -1)
-        cells = integers(index, "Cells").to(self.device)
+        cells = as_integers(index, "Cells").to(self.device)
         if storage is not None and storage.ndim > 1 and cells.ndim > 1:
             flat = cells[..., 0]
             for axis, size in enumerate(storage.shape[1:], start=1):
@@ -489,7 +494,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
             raise state_error(value, name, f"at most {self.max_size} cells in all rings")
         return ValidStarts(begin.numpy().copy(), end.numpy().copy(), length)
 
-    def _loaded(self) -> None:
+    def _post_load(self) -> None:
         self.table.rebuild()
         self._limited_by = ()
 

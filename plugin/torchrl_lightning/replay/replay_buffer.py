@@ -17,24 +17,24 @@ from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Transform
 
 from torchrl_lightning._core.keys import NEXT
-from torchrl_lightning._core.mixins import fresh_generator
+from torchrl_lightning._core.mixins import make_generator
 from torchrl_lightning._core.state import Attribute, Child, Stateful, list_of
-from torchrl_lightning._core.torchrl_compat import collates_nothing, entries_of, new_tensordict
+from torchrl_lightning._core.torchrl_compat import entries_of, identity_collate, new_tensordict
 from torchrl_lightning._core.tree import check_tensordict, entry_of, nested_key, to_device
 from torchrl_lightning._core.validators import Checked
-from torchrl_lightning.kernels.indices import integers
+from torchrl_lightning.kernels.indices import as_integers
 from torchrl_lightning.replay.builders import (
     check_parts,
     default_storage,
     drop_next_entries,
+    find_prioritized,
     init_priorities,
     plan_write_back,
-    prioritized_in,
     ring_writer,
     time_major,
     uses_priorities,
 )
-from torchrl_lightning.replay.episode_transform import EpisodeTransform, bind_transforms, transforms_in
+from torchrl_lightning.replay.episode_transform import EpisodeTransform, bind_transforms, iter_transforms
 from torchrl_lightning.replay.n_step import NStepMixin, NStepReturns
 from torchrl_lightning.replay.priorities import reduce_priorities
 from torchrl_lightning.replay.ring_storage import RingStorage
@@ -96,11 +96,11 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
     priority_key = Checked(lambda value, name: nested_key(value))
     STATE = {
         "prefetched": Attribute(list_of(unpack_batch), "_prefetched_batches"),  # the setter checks their number
-        "sampler_kind": Attribute(at="_sampler_kind", argument="sampler"),
+        "sampler_kind": Attribute(attribute="_sampler_kind", argument="sampler"),
         "storage": Child(),
-        "writer": Child(at="writer.rings"),
-        "sampler": Child(at="_sampler_state"),
-        "transform": Child(at="_transform_state"),
+        "writer": Child(attribute="writer.rings"),
+        "sampler": Child(attribute="_sampler_state"),
+        "transform": Child(attribute="_transform_state"),
         "generator": Attribute(device_and_state, "_generator_state"),
     }
 
@@ -138,7 +138,7 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
             storage=storage,
             writer=writer,
             sampler=UniformSampler() if sampler is None else sampler,
-            generator=fresh_generator() if generator is None else generator,
+            generator=make_generator() if generator is None else generator,
             batch_size=batch_size,
             priority_key=nested_key(priority_key),
             sample_unit=sample_unit,
@@ -217,7 +217,7 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
         check_tensordict(data)
         if 0 in data.shape:
             return torch.zeros(0, dtype=torch.int64)
-        env_ids = None if env_ids is None else integers(env_ids, "env_ids").reshape(-1)
+        env_ids = None if env_ids is None else as_integers(env_ids, "env_ids").reshape(-1)
         if self.transforms:
             data = self.transform.inv(data)
             if data is None:
@@ -228,7 +228,7 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
         if uses_priorities(sampler):
             if update_priority is not False:
                 priority = data.get(self.priority_key, None)
-            if (prioritized := prioritized_in(sampler)) is not None:
+            if (prioritized := find_prioritized(sampler)) is not None:
                 prioritized.check_write(storage, data.shape[0], priority)
         index = self.write(data) if env_ids is None else self.write(data, env_ids)
         if priority is not None:
@@ -263,11 +263,11 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
         """Whether samples depend on episode boundaries."""
         if getattr(self._sampler, "follows_episodes", False) or self._n_step is not None:
             return True
-        return any(isinstance(transform, EpisodeTransform) for transform in transforms_in(self.transform))
+        return any(isinstance(transform, EpisodeTransform) for transform in iter_transforms(self.transform))
 
     def invalidate_cells(self, cells: Tensor) -> None:
         """Exclude removed cells from sampling."""
-        if (prioritized := prioritized_in(self._sampler)) is not None:
+        if (prioritized := find_prioritized(self._sampler)) is not None:
             prioritized.invalidate(cells)
 
     def empty(self, empty_write_count: bool = True) -> None:
@@ -323,11 +323,11 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
 
     def can_skip_torchrl_path(self, batch_size: int | None) -> bool:
         """Return whether a sample needs only cells and transforms, so that it can skip TorchRL's longer path."""
-        prefetches, pins, is_over, unit, dependency = self.detours
+        prefetches, pins, is_over, unit, dependency = self.sample_path_settings
         default_size, has_warned = self.batch_sizes
         if prefetches or pins or is_over or unit is not None or dependency is not None:
             return False
-        if self.collate is not collates_nothing or (default_size is None and batch_size is None):
+        if self.collate is not identity_collate or (default_size is None and batch_size is None):
             return False
         return bool(default_size is None or batch_size is None or default_size == batch_size or has_warned)
 
@@ -355,7 +355,7 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
         supports_uneven = getattr(sampler, "supports_uneven_rings", False)
         if not supports_uneven:
             storage.check_uniformly_filled(type(sampler).__name__)
-            index = integers(index, "Cells")
+            index = as_integers(index, "Cells")
             storage.check_filled(index)
         write_versions, cells = writer.rings.write_version(index), storage.cells
         assert cells is not None
@@ -448,7 +448,7 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
             raise ValueError(
                 f"The state is foreign: its storage has {stored['count']} cells, its writer {len(filled)}."
             )
-        if (prioritized := prioritized_in(self._sampler)) is not None:
+        if (prioritized := find_prioritized(self._sampler)) is not None:
             sampler = values["sampler"] if prioritized is self._sampler else values["sampler"]["prioritized"]
             with_priority = (sampler["priorities"] >= 0).nonzero().squeeze(1).cpu()
             if not torch.isin(with_priority, filled).all():
@@ -490,7 +490,7 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
         if priority is None or index is None:
             missing = self.priority_key if priority is None else "index"
             raise KeyError(f"The batch has no entry {missing!r}; it has {sorted(map(str, data.keys()))}.")
-        if prioritized_in(sampler) is not None:
+        if find_prioritized(sampler) is not None:
             self.set_priority(index, priority, generation=entries.get("write_generation"))
             return
         priority = priority.detach()

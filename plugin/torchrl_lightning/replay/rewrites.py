@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from torchrl_lightning._core.tree import Path
-from torchrl_lightning.kernels.indices import integers
+from torchrl_lightning.kernels.indices import as_integers
 from torchrl_lightning.replay.cells import Cells
 
 
@@ -50,7 +50,7 @@ def plan_entries(storage: RewritableStorage, changes: Mapping[Path, Tensor], cel
     storage.check_owner()
     ring_cells = storage.cells
     assert ring_cells is not None
-    cells = integers(cells, "Cells").to(ring_cells.device)
+    cells = as_integers(cells, "Cells").to(ring_cells.device)
     storage.check_filled(cells)
     values = ring_cells.copy_if_aliased([value.detach().to(ring_cells.device) for value in changes.values()])
     watched = {path: value for path, value in zip(changes, values, strict=True) if path in storage.watched}
@@ -58,7 +58,7 @@ def plan_entries(storage: RewritableStorage, changes: Mapping[Path, Tensor], cel
 
     def write() -> None:
         for path, value in zip(changes, values, strict=True):
-            ring_cells.leaves[ring_cells.places[path]].index_copy_(0, cells, value)
+            ring_cells.leaves[ring_cells.leaf_index[path]].index_copy_(0, cells, value)
         storage.bump_revision()
         if after_write is not None:
             after_write()

@@ -13,7 +13,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._core.files import ChunkedTensor
-from torchrl_lightning._core.memory import check_free_memory, map_cells, reserve
+from torchrl_lightning._core.memory import allocate_tensor, check_free_memory, map_cells
 from torchrl_lightning._core.mixins import integers_below
 from torchrl_lightning._core.state import Attribute, Stateful, bounded_integer, mapping, tensor
 from torchrl_lightning._core.torchrl_compat import new_tensordict
@@ -22,9 +22,9 @@ from torchrl_lightning._core.tree import (
     check_tensordict,
     difference,
     entry_of,
+    key_text,
     leaves_of,
     map_leaves,
-    name_of,
     path_of,
     row_bytes,
     to_device,
@@ -33,7 +33,7 @@ from torchrl_lightning._core.tree import (
 )
 from torchrl_lightning._core.tree_checks import check_tree
 from torchrl_lightning._core.validators import Check, integer, optional
-from torchrl_lightning.kernels.indices import integers
+from torchrl_lightning.kernels.indices import as_integers
 from torchrl_lightning.replay import process_owned
 from torchrl_lightning.replay.cells import Cells, Names, check_values
 from torchrl_lightning.replay.n_step import NStepReturns
@@ -46,7 +46,7 @@ from torchrl_lightning.replay.rings import (
     check_single_ring,
     reject_uneven_rings,
     ring_owner,
-    rings_in,
+    rings_of,
     uneven_rings,
 )
 
@@ -85,9 +85,9 @@ class RingStorage(Stateful, PickledCells):
     OWNER, VERSION = "storage", 3
     STATE = {
         "max_size": Attribute(),
-        "count": Attribute(of=lambda storage: bounded_integer(0, storage.max_size), at="_len"),
-        "cells": Attribute(of=_cells_validator, at="_uneven_cells"),
-        "cursor": Attribute(of=lambda storage: bounded_integer(-1, storage.max_size - 1)),
+        "count": Attribute(check_for=lambda storage: bounded_integer(0, storage.max_size), attribute="_len"),
+        "cells": Attribute(check_for=_cells_validator, attribute="_uneven_cells"),
+        "cursor": Attribute(check_for=lambda storage: bounded_integer(-1, storage.max_size - 1)),
         "data": Attribute(optional(mapping), "_filled"),
     }
 
@@ -190,7 +190,7 @@ class RingStorage(Stateful, PickledCells):
                 cells, self._file = map_cells(self.scratch_dir, tree, self.max_size)
             else:
                 cells = map_leaves(
-                    lambda leaf: reserve((self.max_size, *leaf.shape[1:]), leaf.dtype, leaf.device), tree
+                    lambda leaf: allocate_tensor((self.max_size, *leaf.shape[1:]), leaf.dtype, leaf.device), tree
                 )
         if self._shared:
             process_owned.share_leaves(cells)
@@ -233,7 +233,7 @@ class RingStorage(Stateful, PickledCells):
             cursor = filled if is_ring or len(filled) == len(data) else range(*cursor.indices(self.max_size))
         if getattr(cursor, "dtype", None) in (torch.bool, np.bool_):
             cursor = torch.as_tensor(cursor).nonzero()
-        index = integers(cursor, "Cells").reshape(-1)
+        index = as_integers(cursor, "Cells").reshape(-1)
         if not index.numel():
             return
         if int(index.min()) < -self.max_size or int(index.max()) >= self.max_size:
@@ -244,7 +244,7 @@ class RingStorage(Stateful, PickledCells):
         index = index % self.max_size
         leaves, _ = self.check(self._match_index_entry(data, index), index.numel())
         assert self.cells is not None
-        leaf_numbers = self.cells.places
+        leaf_numbers = self.cells.leaf_index
         after_write = self.plan(
             {path: leaves[leaf_numbers[path]] for path in self.watched if path in leaf_numbers}, index
         )
@@ -259,7 +259,7 @@ class RingStorage(Stateful, PickledCells):
 
     def _match_index_entry(self, data: TensorDictBase, index: Tensor) -> TensorDictBase:
         """Add or remove TorchRL's entry ``index`` to match the schema; its writers add it only to some rows."""
-        leaf_number = None if self.cells is None else self.cells.places.get(("index",))
+        leaf_number = None if self.cells is None else self.cells.leaf_index.get(("index",))
         if self.cells is None or (leaf_number is None) == (entry_of(data, "index") is None):
             return data
         if leaf_number is None:
@@ -292,7 +292,7 @@ class RingStorage(Stateful, PickledCells):
         """
         (path, leaf), *_ = self.leaves(key)
         if path != path_of(key):
-            raise KeyError(f"key must be a leaf, got {key!r} with the entry {name_of(path)} below it.")
+            raise KeyError(f"key must be a leaf, got {key!r} with the entry {key_text(path)} below it.")
         check_values(path, leaf, values, torch.Size([len(cells)]))
         plan_entries(self, {path: values}, cells)()
 
@@ -322,7 +322,7 @@ class RingStorage(Stateful, PickledCells):
         assert self.cells is not None
         if n_step is None:
             return self.cells.gather(index, names, skip)
-        rings = rings_in(self)
+        rings = rings_of(self)
         return n_step.gather(self.cells, None if rings is None else rings.index, index, names, skip)
 
     def leaves(self, key: NestedKey) -> list[tuple[tuple[str, ...], Tensor]]:
@@ -360,10 +360,10 @@ class RingStorage(Stateful, PickledCells):
         if isinstance(index, tuple) and len(index) == 1:  # TorchRL's slice samplers return coordinates
             index = index[0]
         if isinstance(index, list | range | np.ndarray) and np.asarray(index).dtype != np.bool_:
-            index = self._from_end(integers(index, "Cells"))
+            index = self._from_end(as_integers(index, "Cells"))
         if not isinstance(index, Tensor) or index.dtype == torch.bool or index.ndim == 0:
             return self._view(index)
-        index = integers(index, "Cells").to(self.device)
+        index = as_integers(index, "Cells").to(self.device)
         self.check_filled(index)
         names = (None, "time") if index.ndim == 2 else None
         return new_tensordict(self.gather(index, names, (), n_step), index.shape, names, index.device)
@@ -413,9 +413,9 @@ class RingStorage(Stateful, PickledCells):
         self.check_uniformly_filled("RandomSampler")
         return to_device(integers_below(len(self), count, self.generator), self.device)
 
-    def check_seam(self) -> None:
+    def check_last_cursor(self) -> None:
         """Validate for TorchRL's slice samplers that neighbouring cells are successive steps of one ring."""
-        check_single_ring(rings_in(self))
+        check_single_ring(rings_of(self))
 
     def check_uniformly_filled(self, reader: str) -> None:
         """Validate for ``reader`` that the filled cells are the first ``len(storage)`` cells; else RuntimeError."""
@@ -437,10 +437,10 @@ class RingStorage(Stateful, PickledCells):
 
         return map_leaves(filled_rows, self.tree) if self.tree else None
 
-    def read_state(self, state_dict: Any) -> dict[str, Any]:
+    def validate_state(self, state_dict: Any) -> dict[str, Any]:
         """Validate a state; raise RuntimeError if other processes use the storage."""
         self.check_loadable()
-        return super().read_state(state_dict)
+        return super().validate_state(state_dict)
 
     def _validate_consistency(self, values: Mapping[str, Any]) -> None:
         data, count, cells = values["data"], values["count"], values["cells"]
@@ -471,7 +471,7 @@ class RingStorage(Stateful, PickledCells):
         self.record_cursor(values["cursor"])
         self.set_length(count)
 
-    def _kept_cells(self) -> Tensor | int:
+    def _filled_cells(self) -> Tensor | int:
         """Return the filled cells, or their number if they are the first cells."""
         cells = self._uneven_cells
         return len(self) if cells is None else cells

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._core.keys import TRAJ_IDS
-from torchrl_lightning._core.torchrl_compat import WriterBase, attached
+from torchrl_lightning._core.torchrl_compat import WriterBase, attached_entities
 from torchrl_lightning._core.tree import (
     Path,
     check_tensordict,
@@ -24,10 +24,10 @@ from torchrl_lightning._core.tree import (
     tree_of,
 )
 from torchrl_lightning._core.validators import Checked, boolean, integer, one_of
-from torchrl_lightning.kernels.indices import integers
+from torchrl_lightning.kernels.indices import as_integers
 from torchrl_lightning.kernels.row_copies import NO_FLAGS, NO_LEAVES
 from torchrl_lightning.replay.cuts import TrajectoryCuts
-from torchrl_lightning.replay.episode_index import DONE_REDUCTIONS, EpisodeIndex, FlagsDifferError, flag_of
+from torchrl_lightning.replay.episode_index import DONE_REDUCTIONS, EpisodeIndex, FlagsDifferError, reduce_flags
 from torchrl_lightning.replay.late_flags import LateFlags, rewritten_successors
 from torchrl_lightning.replay.positions import Flags, Ints
 from torchrl_lightning.replay.ring_storage import RingStorage
@@ -185,7 +185,7 @@ class RingWriter(WriterBase):
     def share(self) -> None:
         """Move positions, counters and episode index into shared memory; build the index now if possible."""
         cells = getattr(self.storage, "cells", None)
-        has_done = cells is not None and self._done_path in cells.places
+        has_done = cells is not None and self._done_path in cells.leaf_index
         if self.index is None and self.track_episodes is not False and has_done:
             self.rings.make_index()  # other processes would not see an index built later
         self.rings = SharedRings(self.rings)
@@ -263,14 +263,14 @@ class RingWriter(WriterBase):
                 )
             else:
                 storage.set(cells[skipped:], data[skipped:] if skipped else data)
-        return self.advance(addresses, ids, steps, done, init)
+        return self.write_rows(addresses, ids, steps, done, init)
 
     def claim(self, env: Ints, steps: int) -> None:
         """Remove the cells of the next steps from the rings, so that no process reads a half-written row."""
         self.rings.claim(env, steps)
         self.count_cells()
 
-    def advance(self, leaves: tuple[Ints, Ints], ids: Ints | None, steps: int, done: Flags, init: Flags) -> Tensor:
+    def write_rows(self, leaves: tuple[Ints, Ints], ids: Ints | None, steps: int, done: Flags, init: Flags) -> Tensor:
         """Write matched rows (:meth:`Rings.write`), notify storage and buffers, and return cells ``[steps * M]``."""
         rings, storage = self.rings, self._ring_storage
         if not self.overwrite:
@@ -300,7 +300,7 @@ class RingWriter(WriterBase):
         """Return the environment ids, all for None; raise ValueError for duplicate or unknown ids."""
         if env_ids is None:
             return self.rings.ids
-        ids = integers(env_ids, "env_ids").cpu().numpy().reshape(-1)
+        ids = as_integers(env_ids, "env_ids").cpu().numpy().reshape(-1)
         if ids.size == 0 or ids.min() < 0 or ids.max() >= self.num_envs or len(np.unique(ids)) < len(ids):
             raise ValueError(
                 f"env_ids must be different numbers in [0, {self.num_envs}), got {ids.tolist()}. "
@@ -340,7 +340,8 @@ class RingWriter(WriterBase):
             return done, NO_FLAGS if init_leaf is None else self.init_flags(values[init_leaf], steps)
         except FlagsDifferError:
             if self.track_episodes or any(
-                isinstance(buffer, ShareableBuffer) and buffer.uses_episodes for buffer in attached(self.storage)
+                isinstance(buffer, ShareableBuffer) and buffer.uses_episodes
+                for buffer in attached_entities(self.storage)
             ):
                 raise
             rings.drop_index()
@@ -348,11 +349,11 @@ class RingWriter(WriterBase):
 
     def done_flags(self, value: Tensor, steps: int) -> Flags:
         """Return a mask of rows that end an episode, ``[steps, M]``, from the entry ``done_key``."""
-        return flag_of(value, steps, self.done_reduce)
+        return reduce_flags(value, steps, self.done_reduce)
 
     def init_flags(self, value: Tensor, steps: int) -> Flags:
         """Return a mask of rows that begin an episode, ``[steps, M]``, from the entry ``init_key``."""
-        return flag_of(value, steps, self.done_reduce)
+        return reduce_flags(value, steps, self.done_reduce)
 
     def _ordered_leaves(self, data: TensorDictBase) -> list[Tensor]:
         return [leaf for _, leaf in leaves_of(tree_of(data))]
@@ -424,7 +425,7 @@ class RingWriter(WriterBase):
             )
         cells = self.rings.drop(env, count)
         self.count_cells()
-        for buffer in attached(self._ring_storage):
+        for buffer in attached_entities(self._ring_storage):
             if isinstance(buffer, ShareableBuffer):
                 buffer.invalidate_cells(cells)
         return cells

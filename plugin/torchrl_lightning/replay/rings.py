@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._core.state import (
-    LARGEST,
+    MAX_COUNT,
     Attribute,
     Child,
     InPlace,
@@ -55,8 +55,8 @@ class Rings(process_owned.ProcessOwned, Stateful):
     STATE = {
         "num_envs": Attribute(),
         "length": Attribute(),
-        "positions": InPlace(at="_positions", low=0, high=LARGEST),
-        "oldest": Attribute(of=lambda rings: tensor(torch.int64, rings.num_envs, low=0, high=LARGEST)),
+        "positions": InPlace(attribute="_positions", low=0, high=MAX_COUNT),
+        "oldest": Attribute(check_for=lambda rings: tensor(torch.int64, rings.num_envs, low=0, high=MAX_COUNT)),
         "restart_offset": Attribute(bounded_integer()),
         "write_count": Attribute(bounded_integer()),
         "index": Attribute(optional(mapping), "_episodes"),
@@ -363,10 +363,10 @@ class Rings(process_owned.ProcessOwned, Stateful):
 
     # ------------------------------------------------------------------ state
 
-    def read_state(self, state_dict: Any) -> dict[str, Any]:
+    def validate_state(self, state_dict: Any) -> dict[str, Any]:
         """Validate a state; raise RuntimeError if other processes use the rings."""
         self.check_loadable()
-        return super().read_state(state_dict)
+        return super().validate_state(state_dict)
 
     @property
     def _episodes(self) -> dict[str, Any] | None:
@@ -410,7 +410,7 @@ class Rings(process_owned.ProcessOwned, Stateful):
         if not (end >= position).all():
             raise ValueError("The episode index state is foreign: it has steps after the end of their episode.")
 
-    def _loaded(self) -> None:
+    def _post_load(self) -> None:
         self._counters[VERSION] += 1
         self.reloaded = np.ones(self.num_envs, np.bool_)
 
@@ -464,7 +464,7 @@ def ring_owner(storage: Storage) -> RingOwner | None:
     return None if reference is None else reference.writer()
 
 
-def rings_in(storage: Storage) -> Rings | None:
+def rings_of(storage: Storage) -> Rings | None:
     """Return the rings in a storage, or None."""
     writer = ring_owner(storage)
     return None if writer is None else writer.rings

@@ -16,7 +16,7 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl_lightning._core.mixins import uniform
 from torchrl_lightning._core.state import GENERATOR, Attribute, Stateful
 from torchrl_lightning._core.torchrl_compat import SamplerHooks
-from torchrl_lightning._core.tree import Path, leaves_of, nested_keys, path_of, tree_of, under
+from torchrl_lightning._core.tree import Path, is_below, leaves_of, nested_keys, path_of, tree_of
 from torchrl_lightning._core.validators import Checked, integer, one_of
 from torchrl_lightning.kernels import window_kernels
 from torchrl_lightning.kernels.compiled import jitted
@@ -96,7 +96,7 @@ class SequenceSampler(Stateful, SamplerHooks, Sampler):
         self.burn_in = burn_in
         self.recurrent_keys = recurrent_keys
         self.start_states = start_states
-        self._own_rng = generator
+        self._generator = generator
         self.clear()
 
     @property
@@ -154,10 +154,10 @@ class SequenceSampler(Stateful, SamplerHooks, Sampler):
         if batch_length == "own":
             batch_length = self.batch_length
         steps = 1 if batch_length is None else integer(batch_length, "batch_length", self.burn_in + 1)
-        writer = self._writer(storage, batch_size, steps)
+        writer = self._get_writer(storage, batch_size, steps)
         cells = np.empty((batch_size, steps), np.int64)
         mask = np.empty(cells.shape, np.bool_)
-        self._fill(writer, cells, mask)
+        self._draw_windows(writer, cells, mask)
         index = torch.from_numpy(cells)
         info: dict[Any, Any] = {"mask": torch.from_numpy(mask)}
         stored, across = self.start_states == "stored", not self._stays_in_episode
@@ -166,7 +166,7 @@ class SequenceSampler(Stateful, SamplerHooks, Sampler):
             return index.squeeze(1), {key: value.squeeze(1) for key, value in info.items()}
         return index, info
 
-    def _fill(self, writer: RingWriter, cells: NDArray[np.int64], mask: NDArray[np.bool_]) -> None:
+    def _draw_windows(self, writer: RingWriter, cells: NDArray[np.int64], mask: NDArray[np.bool_]) -> None:
         episodes = NO_INDEX if writer.index is None else writer.index.arrays
         steps, draw = cells.shape[1], jitted(window_kernels.draw)
         reach = self.burn_in if self._episode_ends == "pad" else steps - 1
@@ -189,7 +189,7 @@ class SequenceSampler(Stateful, SamplerHooks, Sampler):
             choice = (uniform(missing, self.generator) * len(self._valid_starts)).astype(np.int64)
             draw(self._valid_starts[choice], False, *kernel_arguments, cells, mask, filled)
 
-    def _writer(self, storage: Storage, count: int, steps: int) -> RingWriter:
+    def _get_writer(self, storage: Storage, count: int, steps: int) -> RingWriter:
         if not len(storage):
             raise MissingStepsError(f"Cannot sample {count} windows of {steps} steps: 0 steps are stored.")
         writer = writer_of(storage)
@@ -266,7 +266,7 @@ def _first_states(
             states["is_init"] = episodes.with_begins(flags, steps)
     for path, leaf in leaves.items():
         is_next = path[0] == "next"
-        if any(under(path[is_next:], key) for key in keys):
+        if any(is_below(path[is_next:], key) for key in keys):
             if stored:
                 states[path] = _expand_over_window(
                     leaf, cells, index.shape, begins, zero=not is_next and init is not None

@@ -359,7 +359,7 @@ class ShareableBuffer(LockedBuffer):
         """Exclude removed cells from sampling."""
         raise NotImplementedError
 
-    def undisturbed(self) -> AbstractContextManager[None]:
+    def lock_if_shared(self) -> AbstractContextManager[None]:
         """Return a context that holds the locks if the buffer is shared, and does nothing otherwise."""
         return self.locked() if self.shared else NO_LOCK
 

@@ -41,8 +41,8 @@ class SuccessorCheck(Stateful):
 
     OWNER = "successor check"
     STATE = {
-        "matched": Attribute(_read_paths, form=_as_lists),
-        "differed": Attribute(_read_paths, form=_as_lists),
+        "matched": Attribute(_read_paths, to_saved=_as_lists),
+        "differed": Attribute(_read_paths, to_saved=_as_lists),
     }
 
     def __init__(self) -> None:

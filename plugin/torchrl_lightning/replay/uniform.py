@@ -14,7 +14,7 @@ from torchrl_lightning._core.state import GENERATOR, Attribute, Stateful, flag
 from torchrl_lightning._core.torchrl_compat import SamplerHooks
 from torchrl_lightning._core.validators import Checked, boolean, integer
 from torchrl_lightning.replay.positions import MissingStepsError
-from torchrl_lightning.replay.rings import rings_in, uneven_rings
+from torchrl_lightning.replay.rings import rings_of, uneven_rings
 
 
 class UniformSampler(Stateful, SamplerHooks, Sampler):
@@ -51,7 +51,7 @@ class UniformSampler(Stateful, SamplerHooks, Sampler):
     ) -> None:
         self.with_replacement = with_replacement
         self.stratified = stratified
-        self._own_rng = generator
+        self._generator = generator
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
         """Sample cells.
@@ -106,7 +106,7 @@ class UniformSampler(Stateful, SamplerHooks, Sampler):
         return cells[torch.randperm(len(cells), generator=rng, device=rng.device)[:count].cpu()]
 
     def _sample_stratified(self, storage: Storage, count: int) -> Tensor:
-        rings = rings_in(storage)
+        rings = rings_of(storage)
         if rings is None or (rings.num_envs == 1 and rings.is_uniformly_filled):
             return self._sample_strata(torch.tensor([len(storage)]), torch.tensor([count]))[1]
         filled = rings.filled

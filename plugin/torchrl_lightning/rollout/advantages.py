@@ -10,7 +10,7 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.envs.transforms import Transform
 
 from torchrl_lightning._core.keys import ACTION, ADVANTAGE, CURRENT_LOG_PROB, LOG_PROB, REWARD, TARGET, VALUE
-from torchrl_lightning._core.settings import Fraction, Positive, Settings, Switch, setting
+from torchrl_lightning._core.settings import Boolean, Fraction, Positive, Settings, setting
 from torchrl_lightning._core.tree import Key, keyed_leaves
 from torchrl_lightning.rollout.estimates import GAE, Estimator, MonteCarlo, RewardKeys, VTrace
 from torchrl_lightning.rollout.rollout_writer import check_flags, time_axis, time_major
@@ -37,9 +37,9 @@ class AdvantageTransform(Settings, Transform):
     value_key: Key = VALUE
     advantage_key: Key = ADVANTAGE
     value_target_key: Key = TARGET
-    recompute_values: Switch = False
-    standardize_advantages: Switch = False
-    on_write: Switch = False
+    recompute_values: Boolean = False
+    standardize_advantages: Boolean = False
+    on_write: Boolean = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -138,7 +138,7 @@ class DiscountedReturns(AdvantageTransform):
         [1.75, 1.5, 1.0]
     """
 
-    bootstrap: Switch = True
+    bootstrap: Boolean = True
 
     @property
     def estimator(self) -> Estimator:

@@ -23,7 +23,7 @@ class GAEBuffer(VanillaOnPolicyBuffer):
         (0, 0.9)
     """
 
-    changeable = (*VanillaOnPolicyBuffer.changeable, "gae_lambda")
+    mutable_settings = (*VanillaOnPolicyBuffer.mutable_settings, "gae_lambda")
 
     gae_lambda: Fraction = setting(default=0.95, kw_only=False)
 

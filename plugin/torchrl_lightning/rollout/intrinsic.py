@@ -18,7 +18,7 @@ from torchrl_lightning._core.keys import (
     NORMALIZED_REWARD,
     TRAJ_IDS,
 )
-from torchrl_lightning._core.settings import Switch
+from torchrl_lightning._core.settings import Boolean
 from torchrl_lightning._core.tree import Key, Keys
 from torchrl_lightning.environments.env_ids import env_ids
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer
@@ -57,7 +57,7 @@ class IntrinsicReturns(GeneralizedAdvantages):
         [1.75, 1.5]
     """
 
-    normalize: Switch = True
+    normalize: Boolean = True
     direction: Literal["forward", "backward"] = "forward"
     log_prob_keys: Keys | None = None
     reward_key: Key = INTRINSIC_REWARD

@@ -61,7 +61,7 @@ class MinibatchSampler(Stateful, SamplerBase):
     ) -> None:
         super().__init__(drop_last=drop_last, shuffle=shuffle)
         self.by = one_of(by, "by", UNITS)
-        self._own_rng = generator
+        self._generator = generator
 
     def order(self, count: int, shuffle: bool | None = None, device: torch.device | str = "cpu") -> Tensor:
         """Return the indices ``0 .. count - 1`` of one epoch, permuted if ``shuffle`` is set."""

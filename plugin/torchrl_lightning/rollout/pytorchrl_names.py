@@ -48,7 +48,7 @@ DOCUMENTED: dict[str, NestedKey] = {
 """The 13 documented names. ``Done`` means terminated; an optional ``Truncated`` refines it."""
 
 _WITH_SUCCESSORS = ("Observation", "RecurrentHiddenStates", "Value", "IntrinsicValue")
-_REFINEMENTS: dict[str, NestedKey] = {"Truncated": TRUNCATED, "EpisodeStart": IS_INIT}
+OPTIONAL_NAMES: dict[str, NestedKey] = {"Truncated": TRUNCATED, "EpisodeStart": IS_INIT}
 _FLAGS = {"Done", "NextDone", "Truncated", "NextTruncated", "EpisodeStart"}
 _SCALARS = {*_FLAGS, "Reward", "IntrinsicReward", "Value", "IntrinsicValue", "NextValue", "NextIntrinsicValue"}
 ALL_NAMES = sorted({*DOCUMENTED, *_FLAGS, *(f"Next{name}" for name in _WITH_SUCCESSORS)})
@@ -129,9 +129,9 @@ def to_documented(data: TensorDictBase, keys: Mapping[str, NestedKey] = DOCUMENT
         >>> {name: value.tolist() for name, value in to_documented(data).items()}
         {'Action': [0.0], 'Reward': [[1.0]]}
     """
-    names = {**keys, **{f"Next{name}": key_of(f"Next{name}", keys) for name in _WITH_SUCCESSORS}, **_REFINEMENTS}
+    names = {**keys, **{f"Next{name}": key_of(f"Next{name}", keys) for name in _WITH_SUCCESSORS}, **OPTIONAL_NAMES}
     next_data = data.get("next", None)
-    documented_roots = {path_of(key)[0] for key in (*keys.values(), *_REFINEMENTS.values())}
+    documented_roots = {path_of(key)[0] for key in (*keys.values(), *OPTIONAL_NAMES.values())}
     reserved = documented_roots - {OBSERVATION} | set(REPEATED)
     shared = [] if next_data is None else [key for key in data.keys() if key in next_data.keys()]  # noqa: SIM118
     observation_keys = [key for key in shared if key not in reserved]

@@ -13,11 +13,19 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torchrl.data import TensorDictReplayBuffer
 
-from torchrl_lightning._core.files import read_state, write_state
+from torchrl_lightning._core.files import read_state_folder, write_state_folder
 from torchrl_lightning._core.keys import CURRENT_LOG_PROB, INTRINSIC_REWARD, NORMALIZED_REWARD, REPEATED
-from torchrl_lightning._core.mixins import SignatureDescriptor, fresh_generator
+from torchrl_lightning._core.mixins import SignatureDescriptor, make_generator
 from torchrl_lightning._core.protocols import EnvsApi
-from torchrl_lightning._core.settings import Count, Fraction, Settings, Switch, computed, default_factory, setting
+from torchrl_lightning._core.settings import (
+    Boolean,
+    Fraction,
+    PositiveInt,
+    Settings,
+    computed,
+    default_factory,
+    setting,
+)
 from torchrl_lightning._core.state import Attribute, Child, Stateful, any_value, flag
 from torchrl_lightning._core.tree import Keys, keys_below, next_key, path_of, to_tensordict
 from torchrl_lightning._core.tree_checks import TorchRLState
@@ -84,21 +92,21 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
     STATE = {
         "storage": Child(),
         "sampler": Child(),
-        "transforms": Child(at="_transform_state"),
+        "transforms": Child(attribute="_transform_state"),
         "consumed": Attribute(flag, "_consumed"),
-        "intrinsic": Child(at="normalizer"),
+        "intrinsic": Child(attribute="normalizer"),
     }
     RUNTIME_ARGUMENTS: ClassVar[tuple[str, ...]] = (
         *("size", "actor", "algorithm", "envs", "critic", "intrinsic_critic"),
         *("num_envs", "time_dim", "batch_size", "generator"),
     )
-    changeable: ClassVar[tuple[str, ...]] = (
+    mutable_settings: ClassVar[tuple[str, ...]] = (
         *("size", "gamma", "gamma_intrinsic", "actor", "critic", "intrinsic_critic", "algorithm", "envs"),
         *("recompute_values", "normalize_intrinsic", "batch_keys", "recurrent"),
     )
     """Names of the settings that :meth:`update_storage_parameter` can change."""
 
-    _size: InitVar[Count] = setting(alias="size", kw_only=False)
+    _size: InitVar[PositiveInt] = setting(alias="size", kw_only=False)
     _estimator: Annotated[Estimator, default_factory(GAE)] = setting(alias="estimator", default=None, kw_only=False)
     _device: InitVar[torch.device | str] = setting(alias="device", default="cpu")
     actor: Any = None
@@ -108,17 +116,17 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
     envs: InitVar[Any] = None
     _gamma: Fraction | None = setting(alias="gamma", default=None)
     _gamma_intrinsic: Fraction | None = setting(alias="gamma_intrinsic", default=None)
-    normalize_intrinsic: Switch = True
+    normalize_intrinsic: Boolean = True
     intrinsic_direction: Literal["forward", "backward"] = "forward"
-    recompute_values: Switch = False
+    recompute_values: Boolean = False
     stream: Annotated[RewardKeys, default_factory(RewardKeys)] = setting(default=None)
     hooks: Annotated[RolloutHooks, default_factory(RolloutHooks)] = setting(default=None)
-    _num_envs: InitVar[Count | None] = setting(alias="num_envs", default=None)
+    _num_envs: InitVar[PositiveInt | None] = setting(alias="num_envs", default=None)
     time_dim: InitVar[int | None] = None
-    recurrent: Switch | None = None
+    recurrent: Boolean | None = None
     recurrent_keys: InitVar[Keys] = RECURRENT_KEYS
     batch_keys: Keys | None = None
-    batch_size: InitVar[Count | None] = None
+    batch_size: InitVar[PositiveInt | None] = None
     generator: InitVar[torch.Generator | None] = None
     transform: InitVar[Any] = None
 
@@ -138,7 +146,7 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
         generator: torch.Generator | None,
         **options: Any,
     ) -> None:
-        self.generator = generator = fresh_generator() if generator is None else generator
+        self.generator = generator = make_generator() if generator is None else generator
         self.envs, self.recurrent_keys = envs, recurrent_keys
         num_envs = EnvsApi.of(envs).num_envs if num_envs is None else num_envs
         super()._init_bases(
@@ -187,18 +195,18 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
 
     def dumps(self, path: str | Path) -> None:
         """Write the state to a folder atomically, in chunks and without pickle."""
-        write_state(Path(path), self.state_dict(copy=False))
+        write_state_folder(Path(path), self.state_dict(copy=False))
 
     def loads(self, path: str | Path) -> None:
         """Read the state from a folder; a damaged or incompatible state changes nothing."""
-        self.load_state_dict(read_state(Path(path)))
+        self.load_state_dict(read_state_folder(Path(path)))
 
     # ---- the settings that may change -------------------------------------------------------------------------------
 
     @property
     def _parameters(self) -> Mapping[str, Check]:
         """Validator of each setting that :meth:`update_storage_parameter` can change."""
-        return {name: self.settings_of_class[name].check or any_value for name in self.changeable}
+        return {name: self.settings_of_class[name].check or any_value for name in self.mutable_settings}
 
     @property
     def _documented_keys(self) -> Mapping[str, NestedKey]:
@@ -258,7 +266,7 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
         return [*self.estimator.required_keys]
 
     @property
-    def keeps_values(self) -> bool:
+    def uses_policy_values(self) -> bool:
         """Whether the buffer uses the policy's values instead of calling the critic again."""
         return self.stream.bootstrap and not (self.recompute_values or self.estimator.follows_policy)
 
@@ -341,17 +349,17 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
         return self.storage.rollout
 
     @property
-    def _is_due(self) -> bool:
+    def _needs_estimates(self) -> bool:
         """Whether a rollout is stored without advantages."""
         return self.storage.num_steps > 0 and self.storage.rollout.get(self.stream.advantage, None) is None
 
-    def _estimated(self) -> TensorDict:
+    def _ensure_estimated(self) -> TensorDict:
         """Return a live view of the stored rollout; compute advantages and targets if they are missing.
 
         Raises:
             RuntimeError: nothing is stored, or a required critic (for V-trace, an actor) is missing.
         """
-        if self._is_due:
+        if self._needs_estimates:
             self._write_estimates()
         return self.storage.rollout
 
@@ -428,16 +436,16 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """Sample the next batch of this epoch; compute missing advantages first."""
         if self.storage.num_steps:
-            self._estimated()
+            self._ensure_estimated()
         return super().sample(batch_size, return_info, include_info)
 
     def __getitem__(self, index: Any) -> Any:
         if self.storage.num_steps:
-            self._estimated()
+            self._ensure_estimated()
         return super().__getitem__(index)
 
     def _all_data(self) -> TensorDictBase:
-        rollout, schema = self._estimated(), self.storage.schema
+        rollout, schema = self._ensure_estimated(), self.storage.schema
         given_values = [key for key in self._value_keys_in(rollout) if key in schema and path_of(key)[0] != "next"]
         computed_next_values = [key for key in (next_key(key) for key in given_values) if key not in schema]
         return rollout.exclude(*computed_next_values).clone()
@@ -448,7 +456,7 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
         rollout, whole_envs = self.storage.rollout, self.is_recurrent
         units = rollout.shape[1] if whole_envs else rollout.numel()
         num_batches, batch_size = split_epoch(units, num_batches, batch_size, drop_last, whole_envs=whole_envs)
-        self._estimated()
+        self._ensure_estimated()
         hidden = [*REPEATED, *(next_key(key) for key in self._value_roots)]
         tree = select_entries(rollout, self.batch_keys, hidden, flat=not whole_envs)
         source = to_tensordict(tree, rollout.batch_size) if whole_envs else None

@@ -12,22 +12,22 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._core.keys import DONE, FLAGS, NEXT, REWARD
-from torchrl_lightning._core.memory import check_free_memory, packed_tree, unpacked_tree
+from torchrl_lightning._core.memory import check_free_memory, pack_tree, unpack_tree
 from torchrl_lightning._core.mixins import is_spawning
 from torchrl_lightning._core.state import Attribute, Stateful, bounded_integer, mapping, same
 from torchrl_lightning._core.torchrl_compat import StorageBase, new_tensordict
 from torchrl_lightning._core.tree import (
     Schema,
     Tree,
-    describe,
+    is_below,
     join,
     keyed_leaves,
     map_leaves,
     path_of,
     schema_difference,
+    schema_of,
     to_tensordict,
     tree_of,
-    under,
 )
 from torchrl_lightning._core.tree_checks import check_tree
 from torchrl_lightning._core.validators import Check, integer, optional
@@ -64,7 +64,7 @@ class RolloutLayout:
     def has_entries(self, roots: tuple[NestedKey, ...]) -> bool:
         """Return True if an entry exists at or below one of the keys."""
         if roots not in self._has_entries:
-            self._has_entries[roots] = any(under(key, root) for key in self.schema for root in roots)
+            self._has_entries[roots] = any(is_below(key, root) for key in self.schema for root in roots)
         return self._has_entries[roots]
 
 
@@ -104,11 +104,11 @@ class RolloutStorage(Stateful, StorageBase):
     OWNER, VERSION = "rollout storage", 1
     STATE = {
         "size": Attribute(),
-        "num_envs": Attribute(of=_num_envs_check),
-        "num_steps": Attribute(of=lambda storage: bounded_integer(0, storage.size)),
+        "num_envs": Attribute(check_for=_num_envs_check),
+        "num_steps": Attribute(check_for=lambda storage: bounded_integer(0, storage.size)),
         "data": Attribute(optional(mapping), "_filled_dict"),
         "added": Attribute(mapping, "_added_dict"),
-        "tail": Attribute(optional(mapping), "bootstrap_step", form=_optional_dict),
+        "tail": Attribute(optional(mapping), "bootstrap_step", to_saved=_optional_dict),
     }
 
     def __init__(self, size: int, *, num_envs: int | None = None, device: torch.device | str = "cpu") -> None:
@@ -158,14 +158,14 @@ class RolloutStorage(Stateful, StorageBase):
                 f"The batch size must be [{self.num_envs or 'N'}], one row for each environment, got {list(row.shape)}."
             )
         rows, envs = self.size, row.shape[0]
-        self._check_free_memory(describe(row, 0), rows)
+        self._check_free_memory(schema_of(row, 0), rows)
         self.num_envs = envs
         self.max_size = rows * envs
         tree = map_leaves(
             lambda value: torch.zeros((rows, *value.shape), dtype=value.dtype, device=self.device), tree_of(row)
         )
         self.data = to_tensordict(tree, torch.Size([rows, envs]))
-        self.layout = RolloutLayout(describe(row, 1))
+        self.layout = RolloutLayout(schema_of(row, 1))
 
     def take_ownership(self, rollout: TensorDictBase) -> bool:
         """Take ownership of the memory of a rollout ``[size, N]`` instead of copying it.
@@ -178,7 +178,7 @@ class RolloutStorage(Stateful, StorageBase):
             return False
         self.data = rollout.copy()
         if not self.schema:
-            self.layout = RolloutLayout(describe(rollout, 2))
+            self.layout = RolloutLayout(schema_of(rollout, 2))
         self.num_envs = rollout.shape[1]
         self.max_size = rollout.shape.numel()
         self.finish_write(self.size)
@@ -261,7 +261,7 @@ class RolloutStorage(Stateful, StorageBase):
         if self.data is None:
             self.size, self.max_size = size, size * (self.num_envs or 1)
             return
-        self._check_free_memory(describe(self.data, 1), size)
+        self._check_free_memory(schema_of(self.data, 1), size)
         old_data, num_steps, added = self.data, self.num_steps, self.added()
         self.size = size
         self.allocate(old_data[0])
@@ -287,14 +287,14 @@ class RolloutStorage(Stateful, StorageBase):
         if is_spawning() or self.data is None:
             return state
         added = {key: value.clone() for key, value in state["_rollout"].items()}
-        return {**state, "_storage": None, "_rollout": added, "packed": packed_tree(tree_of(self.data), self.num_steps)}
+        return {**state, "_storage": None, "_rollout": added, "packed": pack_tree(tree_of(self.data), self.num_steps)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         packed = state.get("packed")
         super().__setstate__({name: value for name, value in state.items() if name not in ("_rollout", "packed")})
         self._rollout = None
         if packed is not None:
-            tree = unpacked_tree(packed, self.num_steps, self.size)
+            tree = unpack_tree(packed, self.num_steps, self.size)
             self.data = to_tensordict(tree, torch.Size([self.size, self.num_envs or 0]))
         for key, value in state["_rollout"].items():
             self.rollout.set(key, value)
@@ -317,14 +317,14 @@ class RolloutStorage(Stateful, StorageBase):
                 check_tree(tree, size, self.OWNER)
         if data is None:
             return
-        schema = describe(data, 2)
+        schema = schema_of(data, 2)
         if self.schema and schema != self.schema:
             raise ValueError(
                 f"The entries of the state differ from the stored ones: {schema_difference(self.schema, schema)}."
             )
         if self.data is None:
             self._check_free_memory({k: (torch.Size([envs, *f]), dtype) for k, (f, dtype) in schema.items()}, self.size)
-        for key, spec in describe(bootstrap_step or {}, 1).items():
+        for key, spec in schema_of(bootstrap_step or {}, 1).items():
             if schema.get(key, spec) != spec:
                 raise ValueError(
                     f"The bootstrap step in the state has {key!r} as {spec}, but the steps have {schema[key]}."

@@ -16,12 +16,12 @@ from torchrl_lightning._core.state import Stateful
 from torchrl_lightning._core.torchrl_compat import WriterBase, entries_of
 from torchrl_lightning._core.tree import (
     check_tensordict,
-    describe,
+    is_below,
     keyed_leaves,
     nested_keys,
     path_of,
     schema_difference,
-    under,
+    schema_of,
 )
 from torchrl_lightning.environments.env_ids import changed_ids
 from torchrl_lightning.rollout.batch_sizes import view_leaves
@@ -114,7 +114,7 @@ class RolloutWriter(Stateful, WriterBase):
                 f"A rollout must not have padded steps, but {VALID!r} marks {int((~mask).sum())}. Set "
                 "split_trajs=False in the collector."
             )
-        schema = describe(rollout, 2)
+        schema = schema_of(rollout, 2)
         if layout.schema and schema != layout.schema:
             raise ValueError(f"The rollout differs from the stored steps: {schema_difference(layout.schema, schema)}.")
         for key in (layout if layout.schema else RolloutLayout(schema)).finite:
@@ -201,7 +201,9 @@ class RolloutWriter(Stateful, WriterBase):
 
     def _check_new_episodes(self, done: Tensor, missing: Collection[NestedKey]) -> None:
         names = [
-            key for key in missing if key != "is_init" and not any(under(key, state) for state in self.recurrent_keys)
+            key
+            for key in missing
+            if key != "is_init" and not any(is_below(key, state) for state in self.recurrent_keys)
         ]
         if names and bool(done.any()):
             rows = done.flatten(1).any(-1).nonzero().flatten().tolist()
@@ -212,7 +214,7 @@ class RolloutWriter(Stateful, WriterBase):
 
     def _complete_first(self, step: TensorDictBase) -> None:
         next_step = step.get("next")
-        names = list(dict.fromkeys(path_of(key)[0] for key in RolloutLayout(describe(step, 1)).carried_keys))
+        names = list(dict.fromkeys(path_of(key)[0] for key in RolloutLayout(schema_of(step, 1)).carried_keys))
         for name in names:
             if name in self.recurrent_keys and step.get(name, None) is None:
                 step.set(name, next_step.get(name).clone().zero_())

@@ -15,7 +15,7 @@ from torchrl.modules import set_recurrent_mode
 from torchrl_lightning._core.keys import DONE, IS_INIT, RECURRENT_STATE, TERMINATED
 from torchrl_lightning._core.modules import EvaluationMode, device_of
 from torchrl_lightning._core.protocols import PolicyApi
-from torchrl_lightning._core.tree import join, keys_below, next_key, under
+from torchrl_lightning._core.tree import is_below, join, keys_below, next_key
 from torchrl_lightning.environments.env_ids import id_changes
 from torchrl_lightning.rollout.batch_sizes import device_in, sequences
 
@@ -24,7 +24,7 @@ RECURRENT_KEYS: tuple[NestedKey, ...] = (RECURRENT_STATE,)
 
 def value_keys(data: TensorDictBase, critic: TensorDictModuleBase | None, root: NestedKey) -> list[NestedKey]:
     """Return the value keys at or below ``root``, one for each critic."""
-    keys = [] if critic is None else [join(key, ()) for key in critic.out_keys if under(key, root)]
+    keys = [] if critic is None else [join(key, ()) for key in critic.out_keys if is_below(key, root)]
     return keys or keys_below(data, root)
 
 
@@ -137,7 +137,7 @@ def _fill_next(
 
 def is_recurrent(keys: Collection[NestedKey], recurrent_keys: Collection[NestedKey]) -> bool:
     """Return True if one of the keys belongs to a recurrent state."""
-    return any(under(key, state) for key in keys for state in recurrent_keys)
+    return any(is_below(key, state) for key in keys for state in recurrent_keys)
 
 
 def flat_entries(data: TensorDictBase, keys: Collection[NestedKey], rows: Tensor | None = None) -> TensorDict:

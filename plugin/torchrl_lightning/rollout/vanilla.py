@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrl_lightning._core.keys import ADVANTAGE, TARGET, VALUE
 from torchrl_lightning._core.protocols import EnvsApi
-from torchrl_lightning._core.settings import Switch, computed, setting
+from torchrl_lightning._core.settings import Boolean, computed, setting
 from torchrl_lightning._core.tree import Key
 from torchrl_lightning._core.validators import Check, integer, optional
 from torchrl_lightning.rollout.estimates import Estimator, MonteCarlo, RewardKeys, Steps
@@ -73,14 +73,14 @@ class VanillaOnPolicyBuffer(RolloutBuffer):
         [1.75, 1.75, 1.5, 1.5, 1.0, 1.0]
     """
 
-    changeable = (*RolloutBuffer.changeable, "standardize_advantages")
+    mutable_settings = (*RolloutBuffer.mutable_settings, "standardize_advantages")
 
     _device: InitVar[torch.device | str] = setting(alias="device", default="cpu", kw_only=False)
     actor: Any = setting(default=None, kw_only=False)
     algorithm: Any = setting(default=None, kw_only=False)
     envs: InitVar[Any] = setting(default=None, kw_only=False)
-    standardize_advantages: Switch = True
-    bootstrap: Switch = True
+    standardize_advantages: Boolean = True
+    bootstrap: Boolean = True
     value_key: Key = VALUE
     advantage_key: Key = ADVANTAGE
     value_target_key: Key = TARGET

@@ -46,7 +46,13 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
         ['action', 'action_log_prob']
     """
 
-    changeable = (*VanillaOnPolicyBuffer.changeable, "lmbda", "clip_rho_thres", "clip_c_thres", "clip_pg_rho_thres")
+    mutable_settings = (
+        *VanillaOnPolicyBuffer.mutable_settings,
+        "lmbda",
+        "clip_rho_thres",
+        "clip_c_thres",
+        "clip_pg_rho_thres",
+    )
 
     lmbda: Fraction = 1.0
     clip_rho_thres: Threshold = 1.0

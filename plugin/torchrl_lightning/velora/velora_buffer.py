@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Transform
 
-from torchrl_lightning._core.state import saved
+from torchrl_lightning._core.state import to_plain
 from torchrl_lightning._core.torchrl_compat import new_tensordict
 from torchrl_lightning._core.tree import check_tensordict, to_tensordict
 from torchrl_lightning._core.validators import integer, optional
@@ -294,7 +294,7 @@ class BufferBase(ExperienceBuffer):
         if self.writer.is_uniformly_filled and (
             not len(self) or "recurrent_state" in self.storage.tree.get("next", {})
         ):
-            state |= saved(dict(self._stored_tensors()), copy)
+            state |= to_plain(dict(self._stored_tensors()), copy)
         return state
 
     def _validate_consistency(self, values: Mapping[str, Any]) -> None:

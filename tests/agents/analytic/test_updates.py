@@ -20,7 +20,7 @@ from kit.specs import BOX, ONE_HOT, TWO_CHOICES, specs_of
 from kit.transitions import shake_targets, transitions
 from torchrl_lightning._core.keys import REPLAYED
 from torchrl_lightning.agents import DQNModule, MLPNetwork, PPOModule, SACModule
-from torchrl_lightning.agents.analytic import update_for
+from torchrl_lightning.agents.analytic import make_analytic_update
 from torchrl_lightning.agents.networks.action_heads import GaussianLayer
 from torchrl_lightning.agents.transitions import read_transitions
 
@@ -45,7 +45,7 @@ def start_update(module: Any) -> Any:
     """Attach a trainer and optimizers as at the start of a fit; return the update."""
     module.trainer = trainer(max_epochs=1)
     module.configure_optimizers()
-    return update_for(module)
+    return make_analytic_update(module)
 
 
 def module_of(case: str, network: Any, **settings: Any) -> Any:
@@ -203,7 +203,7 @@ def test_analytic_run_equals_autograd_run(case: str, monkeypatch: pytest.MonkeyP
             trainer(max_epochs=2, callbacks=callbacks).fit(module, datamodule=data)
         counts.append(len(losses))
         results.append(parameters(module))
-        metrics.append(module.epoch_metrics)
+        metrics.append(module.last_epoch_metrics)
         errors.append(data.served[-1].get("td_error", torch.zeros(1)))
     assert counts == [0, 8]
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)

@@ -39,7 +39,7 @@ def test_fit_lowers_the_error_and_logs_it_over_frames() -> None:
     fit.fit(module, datamodule=data)
     assert float(fit.callback_metrics["val/error"]) < 0.5 * first
     assert "step" not in fit.callback_metrics
-    epoch = module.epoch_metrics
+    epoch = module.last_epoch_metrics
     assert {"train/loss_error", "train/loss_variance", "train/loss_bounds", "train/error"} <= epoch.keys()
     assert all(math.isfinite(value) for value in epoch.values())
 

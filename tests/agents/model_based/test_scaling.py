@@ -84,4 +84,4 @@ def test_optimizers_report_their_own_gradient_norms() -> None:
     expected = {"train/grad_norm", "train/alpha_grad_norm"}
     for settings, names in (({}, expected), ({"critic_optimizer": SGD}, {*expected, "train/critic_grad_norm"})):
         module = fit("sac", None, alpha_optimizer=SGD, max_grad_norm=0.5, **settings)
-        assert {name for name in module.epoch_metrics if name.endswith("grad_norm")} == names
+        assert {name for name in module.last_epoch_metrics if name.endswith("grad_norm")} == names

@@ -29,14 +29,14 @@ class SeparateValues(PPOModule):
     """Its policy does not compute values."""
 
     @property
-    def valued_policy(self) -> Any:
+    def collection_policy(self) -> Any:
         return self.policy
 
 
 def build_policy(**settings: Any) -> tuple[Any, ActorWithValues]:
     torch.manual_seed(0)
     module: Any = PPOModule(network=SMALL, **settings).build(SPECS)
-    return module, module.valued_policy
+    return module, module.collection_policy
 
 
 @pytest.mark.parametrize("kind", [ExplorationType.RANDOM, ExplorationType.DETERMINISTIC, ExplorationType.MODE, None])
@@ -69,7 +69,7 @@ def test_valued_policy_needs_a_shared_costly_trunk() -> None:
     separate = CNNNetwork([4, 4, 4], [2, 2, 2], [1, 1, 1], [8], shared=False)
     for network in (separate, MLPNetwork([8], shared=True)):
         other: Any = A2CModule(network=network).build(SPECS)
-        assert other.valued_policy is other.policy
+        assert other.collection_policy is other.policy
 
 
 def train(folder: Any, module: Any, data: Any = None, **settings: Any) -> tuple[Any, Any, list[int]]:

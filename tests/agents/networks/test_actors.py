@@ -79,7 +79,7 @@ def test_fast_forward_is_the_generic_one(action: str, distribution: str, network
 def test_evaluate_agrees_with_the_distribution(action: str, distribution: str) -> None:
     actor = build_actor(specs_of(ACTIONS[action]), distribution=distribution)
     td = actor(inputs())
-    log_prob, entropy = actor.head.evaluate(actor.head.read(actor.trunk.read(td)), td["action"])
+    log_prob, entropy = actor.head.evaluate(actor.head.sampling_parameters(actor.trunk.encode(td)), td["action"])
     dist = actor.get_dist(td)
     torch.testing.assert_close(log_prob, dist.log_prob(td["action"]))
     torch.testing.assert_close(log_prob, td["action_log_prob"], rtol=1e-4, atol=1e-5)
@@ -180,7 +180,7 @@ def test_shared_trunk_is_registered_once() -> None:
     assert critic.trunks[0] is actor.trunk
     assert sum(p.numel() for p in critic.parameters()) == 2 * 9
     td = critic(inputs())
-    torch.testing.assert_close(td["state_value"], critic.module[0](actor.trunk.read(td)))
+    torch.testing.assert_close(td["state_value"], critic.module[0](actor.trunk.encode(td)))
 
 
 @pytest.mark.parametrize("action", ["discrete", "bounded"])

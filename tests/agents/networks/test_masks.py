@@ -94,7 +94,7 @@ def test_probabilities_and_entropy_are_those_of_the_allowed_actions(kind: str) -
     log_prob, entropy, _ = module.evaluate(step)
     (log_prob.mean() + entropy.mean()).backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in module.parameters())
-    logits = module.policy.head(module.policy.trunk.read(step))[0].detach()
+    logits = module.policy.head(module.policy.trunk.encode(step))[0].detach()
     expected, expected_entropy = torch.zeros(32), torch.zeros(32)
     first = 0
     for number, size in enumerate(parts):

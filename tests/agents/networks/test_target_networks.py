@@ -41,7 +41,7 @@ def test_soft_update_moves_parameters_and_copies_running_means(flat: bool, tau: 
             randomize(part.float())
         owner.float()
         before = copy.deepcopy(targets)
-        targets.follow(tau)
+        targets.soft_update(tau)
         for target, old, online in zip(
             targets.parameters(), before.parameters(), [*first.parameters(), *second.parameters()], strict=True
         ):
@@ -52,7 +52,7 @@ def test_soft_update_moves_parameters_and_copies_running_means(flat: bool, tau: 
         assert targets.second[1].num_batches_tracked == second[1].num_batches_tracked
     # A copied target uses the copied networks.
     nn.init.zeros_(copied["first"][0].bias)
-    copied["targets"].follow(1.0)
+    copied["targets"].soft_update(1.0)
     assert copied["targets"].first[0].bias.eq(0).all()
     assert not targets.first[0].bias.eq(0).any()
 
@@ -77,6 +77,6 @@ def test_recurrent_target_uses_updated_parameters() -> None:
     with torch.no_grad():
         for parameter in module.memory.parameters():
             parameter += 1.0
-    module.targets.follow(1.0)
+    module.targets.soft_update(1.0)
     x, state = torch.randn(2, 1, 4), torch.zeros(1, 2, 4)
     assert torch.equal(module.memory.memory.gru(x, state)[0], module.targets.memory.memory.gru(x, state)[0])

@@ -37,7 +37,7 @@ def test_on_policy_statistics_are_float64_moments_of_two_steps(tmp_path):
     fit(tmp_path, data, module, max_epochs=3, limit_val_batches=1, callbacks=[checking])
     assert checking.checks == 3
     # The first update of a rollout sees exactly what acted.
-    assert module.kl[:: data.updates_of_epoch] == pytest.approx([0.0, 0.0, 0.0], abs=1e-6)
+    assert module.kl[:: data.resolved_updates_per_epoch] == pytest.approx([0.0, 0.0, 0.0], abs=1e-6)
 
 
 class CheckingCells(Checking):
@@ -123,7 +123,7 @@ def test_frozen_statistics_come_from_another_run_and_a_misfit_changes_nothing(tr
     there = data.state_dict()["normalization"]
     kept = of_cartpole(frozen=True)
     with pytest.raises(ValueError, match=r"data.normalize_reward=false"):
-        kept.load_normalization({**there, "reward": Moments.none().state_dict()})
+        kept.load_normalization({**there, "reward": Moments.empty().state_dict()})
     assert kept.statistics()["observation"]["entries"][0]["moments"]["count"] == 0
     kept.load_normalization(there)
     rollout = two_steps()

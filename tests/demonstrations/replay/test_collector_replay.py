@@ -230,16 +230,16 @@ def test_copy_follows_its_original() -> None:
     assert not copies[0].playing.any()
     drawn = [[each(np.ones(2, bool)).serial.tolist() for _ in range(20)] for each in copies]
     assert drawn[0] == drawn[1] != drawn[2]
-    before = replay.contents()
-    assert replay.contents() == before
+    before = replay.snapshot()
+    assert replay.snapshot() == before
     first, second = storage.reward_demonstrations
     storage.replace([second.with_value(value=5.0, serial=second.serial), line_demo(3)], [first], 7, 0.5)
     replay.sampler.rho = 0.25
-    news = replay.news(before)
-    assert [type(each) for each in (*news.reward, *news.value)] == [tuple, Demonstration, tuple]
+    delta = replay.delta(before)
+    assert [type(each) for each in (*delta.reward, *delta.value)] == [tuple, Demonstration, tuple]
     copy = copies[0]
-    copy.follow(pickle.loads(pickle.dumps(news)))
+    copy.apply_delta(pickle.loads(pickle.dumps(delta)))
     assert copy.sampler.rho == 0.25
     assert not differences(copy.storage.state_dict(), {**storage.state_dict(), "next_serial": 2})
     assert copy.playing.all()  # what was being played goes on
-    assert before != replay.contents()
+    assert before != replay.snapshot()

@@ -25,7 +25,7 @@ _UPDATES: dict[str, type[AnalyticUpdate]] = {
 }
 
 
-def update_for(agent: Any) -> AnalyticUpdate | None:
+def make_analytic_update(agent: Any) -> AnalyticUpdate | None:
     """Return a function that writes the gradients of an agent's loss without autograd.
 
     Args:

@@ -37,7 +37,7 @@ def compiled_call(policy: Any, step: TensorDictBase) -> Callable[[], dict[Any, T
     Returns:
         The call, or None if the policy is not one of ours with a small perceptron.
     """
-    build = _POLICIES.get(defining_class(policy, "select_action", "allowed") or defining_class(policy, "act"))
+    build = _POLICIES.get(defining_class(policy, "select_action", "apply_mask") or defining_class(policy, "act"))
     try:
         if build is None:
             return None

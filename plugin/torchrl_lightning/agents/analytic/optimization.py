@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch import optim as o
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from torchrl_lightning._core.torchrl_compat import interpolate_all_
+from torchrl_lightning._core.torchrl_compat import foreach_lerp_
 from torchrl_lightning.agents.analytic.perceptrons import addresses
 from torchrl_lightning.agents.optimizer_states import check_adam_state
 
@@ -222,7 +222,7 @@ class SoftUpdate:
                 _flatten(members)
             self._adjacent_runs = _merge_adjacent(self._online, self._targets)
             self._addresses = addresses([*self._online, *self._targets])
-        interpolate_all_(self._adjacent_runs[1], self._adjacent_runs[0], tau)
+        foreach_lerp_(self._adjacent_runs[1], self._adjacent_runs[0], tau)
 
 
 def unflattenable_parameters(module: nn.Module) -> set[nn.Parameter]:

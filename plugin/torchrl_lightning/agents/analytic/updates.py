@@ -158,7 +158,7 @@ class TransitionUpdate(AnalyticUpdate):
         self.uniform_weights = np.full(batch_size, 1.0 / batch_size, np.float32)
         self.constant_discount = np.empty(batch_size, np.float32)
         self.distance = DISTANCES[agent.loss_function]
-        return [agent.policy.network, *(getattr(agent, name) for name in agent.followed), agent.targets]
+        return [agent.policy.network, *(getattr(agent, name) for name in agent.target_names), agent.targets]
 
     def supported_size(self, batch: Any) -> int | None:
         """Return the number of transitions of a batch; None with a mask, sequences or unsupported dtypes."""

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from torchrl_lightning._core.modules import set_unregistered
 from torchrl_lightning._core.protocols import DataApi
-from torchrl_lightning._core.settings import Count, setting
+from torchrl_lightning._core.settings import PositiveInt, setting
 from torchrl_lightning._core.tree import path_of
-from torchrl_lightning.agents.base import TermsModule
+from torchrl_lightning.agents.base import LossTermsModule
 from torchrl_lightning.agents.metrics import train_names
 from torchrl_lightning.agents.model_based.ensembles import GaussianEnsemble
 from torchrl_lightning.agents.model_based.planners import CrossEntropyPlanner, ShootingPlanner
@@ -42,7 +42,7 @@ def check_planner(value: Any, name: str) -> Planner:
     return planner
 
 
-class DynamicsEnsemble(WorldModelSettings, TermsModule):
+class DynamicsEnsemble(WorldModelSettings, LossTermsModule):
     r"""An ensemble of probabilistic dynamics networks with a planner as the policy: PETS (Chua et al., 2018).
 
     The inputs \(x = [s, a]\) and targets \(y = [s' - s, r]\) are standardised. On its own batch, each member minimises
@@ -85,13 +85,13 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
     stream_kind = "fits"
     suggested_data = "data=model_based (DynamicsDataModule)"
     training_metrics = (
-        *TermsModule.training_metrics,
+        *LossTermsModule.training_metrics,
         *train_names("loss_error", "loss_variance", "loss_bounds", "loss_decay", "loss_terminated", "error"),
     )
 
     _policy: TensorDictModuleBase | None = None  # built by the property policy
 
-    num_elites: Count | None = None
+    num_elites: PositiveInt | None = None
     planner: Annotated[Planner, check_planner] = setting(default=None)
 
     def __post_init__(self) -> None:
@@ -149,7 +149,7 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
                 f"{type(self._data).__name__}."
             )
 
-    def misfit(self, data: Any) -> str | None:
+    def incompatibility(self, data: Any) -> str | None:
         """Return why the module does not fit the DataModule, or None; raise ValueError if a setting has no effect."""
         if self.terminated is not None and DataApi.of(data).terminated is True:
             return (
@@ -159,7 +159,7 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         if self._trainer is not None and self.trainer.limit_val_batches == 0:
             for name in ("patience", "min_improvement"):
                 self.require_effect(name, False, "validation (limit_val_batches above 0)")
-        return super().misfit(data)
+        return super().incompatibility(data)
 
     @property
     def policy(self) -> TensorDictModuleBase:

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from torchrl_lightning._core.errors import learning_dtype
+from torchrl_lightning._core.errors import autocast_dtype
 from torchrl_lightning._core.protocols import DataApi
 from torchrl_lightning._core.settings import computed, default_factory, setting
 from torchrl_lightning.agents.metrics import train_names
@@ -80,13 +80,15 @@ class MBPOModule(SACModule):
             )
         super().setup(stage)
 
-    def misfit(self, data: Any) -> str | None:
+    def incompatibility(self, data: Any) -> str | None:
         """Return an error message if the DataModule uses no branches or the world model cannot learn, else None."""
-        imagines = DataApi.of(data).imagines
+        imagines = DataApi.of(data).has_imagined_rows
         if imagines is None:
-            return super().misfit(data)
+            return super().incompatibility(data)
         if imagines(self):
-            return DynamicsTargets(data.specs.observation, data.specs.action).misfit() or super().misfit(data)
+            return DynamicsTargets(
+                data.specs.observation, data.specs.action
+            ).incompatibility() or super().incompatibility(data)
         return (
             f"the DataModule of {type(self).__name__} must provide branches of its world model. Use data=branched "
             "(ReplayDataModule with source=functools.partial(BranchedReplay, ...)), or another learner, such as "
@@ -151,7 +153,7 @@ class MBPOModule(SACModule):
     def _act_under_autocast(self) -> Callable[[list[Tensor], bool], Tensor]:
         """Return the policy's ``act`` with the autocast that applies to its actions in the environment."""
         act: Callable[[list[Tensor], bool], Tensor] = self.policy.act
-        dtype = None if self._trainer is None else learning_dtype(self.trainer)
+        dtype = None if self._trainer is None else autocast_dtype(self.trainer)
         if dtype is None:
             return act
 
@@ -161,10 +163,10 @@ class MBPOModule(SACModule):
 
         return autocast_act
 
-    def report(self) -> dict[str, float]:
+    def epoch_metrics(self) -> dict[str, float]:
         """Return the base metrics, the elites' mean validation error and the number of epochs of the last fit."""
         return {
-            **super().report(),
+            **super().epoch_metrics(),
             "dynamics_error": float(self.errors.mean()),
             "dynamics_epochs": float(self.epochs_of_fit),
         }

@@ -17,7 +17,15 @@ from torchrl.data import TensorSpec
 
 from torchrl_lightning._core.mixins import GeneratorMixin
 from torchrl_lightning._core.modules import set_unregistered
-from torchrl_lightning._core.settings import Count, FinitePositive, NotNegative, Settings, Switch, computed, setting
+from torchrl_lightning._core.settings import (
+    Boolean,
+    FinitePositive,
+    NonNegative,
+    PositiveInt,
+    Settings,
+    computed,
+    setting,
+)
 from torchrl_lightning._core.state import check_state
 from torchrl_lightning._core.state import generator as generator_state
 from torchrl_lightning.agents.model_based.world_env import WorldModelEnvironment
@@ -54,9 +62,9 @@ class ShootingPlanner(Settings, GeneratorMixin, TensorDictModuleBase):
     )
 
     env: WorldModelEnvironment = setting(kw_only=False)
-    horizon: Count = 15
-    candidates: Count = 500
-    particles: Count = 1
+    horizon: PositiveInt = 15
+    candidates: PositiveInt = 500
+    particles: PositiveInt = 1
     model: WorldModel = computed()
     targets: DynamicsTargets = computed()
     device_tensor: Tensor = computed()
@@ -185,12 +193,12 @@ class CrossEntropyPlanner(ShootingPlanner):
 
     CONFIG_NAME: ClassVar[str | None] = "cem"
 
-    candidates: Count = 150
+    candidates: PositiveInt = 150
     elites: int = 15
-    iterations: Count = 4
+    iterations: PositiveInt = 4
     initial_std: FinitePositive = 1.0
-    warm_start: Switch = False
-    noise: NotNegative = 0.0
+    warm_start: Boolean = False
+    noise: NonNegative = 0.0
     center: Tensor = computed()
     half_range: Tensor = computed()
 

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_lightning._core.settings import Count, Switch, setting
+from torchrl_lightning._core.settings import Boolean, PositiveInt, setting
 from torchrl_lightning._core.trust import ConfigSafe
 from torchrl_lightning.agents.analytic import FusedAdam, OptimizedParameters
 from torchrl_lightning.agents.model_based.ensembles import Widths
@@ -47,12 +47,12 @@ class WorldModelFit(WorldModelSettings, ConfigSafe):
     """
 
     hidden_sizes: Widths = setting(default=(200, 200, 200, 200), kw_only=False)
-    num_members: Count = 7
-    num_elites: Count = 5
+    num_members: PositiveInt = 7
+    num_elites: PositiveInt = 5
     sample: bool = True
-    batch_size: Count = 256
-    max_epochs: Count = 100
-    learn_terminated: Switch = False
+    batch_size: PositiveInt = 256
+    max_epochs: PositiveInt = 100
+    learn_terminated: Boolean = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

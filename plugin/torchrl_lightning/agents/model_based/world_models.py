@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchrl_lightning._core.modules import set_unregistered
-from torchrl_lightning._core.settings import Count, FinitePositive, Fraction, NotNegative, Settings, choices, setting
+from torchrl_lightning._core.settings import (
+    FinitePositive,
+    Fraction,
+    NonNegative,
+    PositiveInt,
+    Settings,
+    choices,
+    setting,
+)
 from torchrl_lightning._core.trust import ConfigSafe
 from torchrl_lightning._core.validators import check_defaults, integer
 from torchrl_lightning.agents.model_based.ensembles import GaussianEnsemble, Widths, soft_clamp
@@ -91,8 +99,8 @@ class WorldModelSettings(Settings):
     sample: bool = False
     terminated: Terminated | None = None
     learning_rate: FinitePositive = 1e-3
-    weight_decay: NotNegative = 2.5e-5
-    patience: Count = 5
+    weight_decay: NonNegative = 2.5e-5
+    patience: PositiveInt = 5
     min_improvement: Fraction = 0.01
 
     def __post_init__(self) -> None:

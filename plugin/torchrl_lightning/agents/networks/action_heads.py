@@ -58,7 +58,7 @@ class ActionHead(nn.Module):
             return tuple(map(to_single, parameters))
         return parameters
 
-    def read(self, features: Tensor) -> Parameters:
+    def sampling_parameters(self, features: Tensor) -> Parameters:
         """Return the parameters for ``sample`` and ``evaluate``."""
         return self(features)
 
@@ -116,7 +116,7 @@ class ClippedNormalHead(ActionHead):
         self.register_buffer("low", low, persistent=False)
         self.register_buffer("high", high, persistent=False)
 
-    def read(self, features: Tensor) -> Parameters:
+    def sampling_parameters(self, features: Tensor) -> Parameters:
         """Return the mean ``[*B, A]``, and the standard deviation and its logarithm ``[A]``."""
         layer = self.layers
         loc = layer.loc(features if self.hidden is None else self.hidden(features))

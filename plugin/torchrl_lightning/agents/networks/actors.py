@@ -78,7 +78,7 @@ class Actor(ProbabilisticActor):
         self.out_keys = ["action", "action_log_prob", *(key for key in trunk.out_keys if key != FEATURES)]
         self._output_keys = list(self.out_keys)
 
-    def allowed(self, parameters: Parameters, step: TensorDictBase) -> Parameters:
+    def apply_mask(self, parameters: Parameters, step: TensorDictBase) -> Parameters:
         """Return the distribution's parameters after the action mask of a step ``[*B]``, if ``masked``."""
         return (allowed_values(parameters[0], step.get(ACTION_MASK)),) if self.masked else parameters
 
@@ -95,7 +95,7 @@ class Actor(ProbabilisticActor):
         self, features: Tensor, states: Sequence[Tensor], step: TensorDictBase, deterministic: bool
     ) -> dict[NestedKey, Tensor]:
         """Return the outputs of ``forward`` from the trunk's features, without writing them."""
-        outputs = self.head.sample(self.allowed(self.head.read(features), step), deterministic)
+        outputs = self.head.sample(self.apply_mask(self.head.sampling_parameters(features), step), deterministic)
         return self._to_outputs((*outputs, *states))
 
     def _to_outputs(self, values: Sequence[Tensor]) -> dict[NestedKey, Tensor]:
@@ -103,7 +103,7 @@ class Actor(ProbabilisticActor):
         keys: list[NestedKey] = self.out_keys  # fewer keys after select_out_keys()
         return outputs if len(keys) == len(outputs) else {key: outputs[key] for key in keys}
 
-    def standing(self, step: TensorDictBase) -> Callable[[], dict[NestedKey, Tensor]]:
+    def bind_inputs(self, step: TensorDictBase) -> Callable[[], dict[NestedKey, Tensor]]:
         """Return a call of :meth:`compute_step` on a CPU step ``[N]`` with fixed tensors that the caller overwrites."""
         return compiled_call(self, step) or (lambda: self.compute_step(step))
 
@@ -121,7 +121,7 @@ class Actor(ProbabilisticActor):
 
     def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> D.Distribution:
         """Return the distribution over actions without writing to the TensorDict."""
-        return self.head.distribution(self.allowed(self.head(self.trunk.read(tensordict)), tensordict))
+        return self.head.distribution(self.apply_mask(self.head(self.trunk.encode(tensordict)), tensordict))
 
 
 def build_actor(
@@ -221,8 +221,8 @@ class Critic(ValueOperator):
     def values(self, tensordict: TensorDictBase) -> list[Tensor]:
         """Return each head's values ``[*B, 1]`` without writing them."""
         if len(self.trunks) == 1:
-            return self.values_of(self.trunks[0].read(tensordict))
-        return [head(trunk.read(tensordict)) for head, trunk in zip(self.module, self.trunks, strict=True)]
+            return self.values_of(self.trunks[0].encode(tensordict))
+        return [head(trunk.encode(tensordict)) for head, trunk in zip(self.module, self.trunks, strict=True)]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the values."""

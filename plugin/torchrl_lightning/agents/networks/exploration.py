@@ -86,7 +86,7 @@ class ExploringPolicy(TensorDictModuleBase):
             **dict(zip(self.next_state_keys, states, strict=True)),
         }
 
-    def standing(self, step: TensorDictBase) -> Callable[[], dict[NestedKey, Tensor]]:
+    def bind_inputs(self, step: TensorDictBase) -> Callable[[], dict[NestedKey, Tensor]]:
         """Return a call of :meth:`compute_step` on a CPU step ``[N]`` with fixed tensors that the caller overwrites."""
         return compiled_call(self, step) or (lambda: self.compute_step(step))
 

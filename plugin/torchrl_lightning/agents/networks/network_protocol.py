@@ -52,15 +52,15 @@ class EncoderNetwork(Network):
     """Add the default settings of :class:`Network` to an object that defines only ``encoder(specs)``."""
 
     def __init__(self, described: Any) -> None:
-        self.described = described
+        self.wrapped = described
 
     def encoder(self, specs: Sequence[Any]) -> nn.Module:
         """Build the object's encoder."""
-        encoder: nn.Module = self.described.encoder(specs)
+        encoder: nn.Module = self.wrapped.encoder(specs)
         return encoder
 
 
-def encodes_actions(network: Network) -> bool:
+def has_action_encoder(network: Network) -> bool:
     """Return whether ``action_encoder`` belongs to the same class as ``encoder``, which a subclass may override."""
     if "encoder" in getattr(network, "__dict__", ()):
         return False
@@ -69,7 +69,7 @@ def encodes_actions(network: Network) -> bool:
     return "action_encoder" in next(filter(None, defined_methods), ())
 
 
-def described_network(default_factory: Callable[[], Network]) -> Check:
+def network_check(default_factory: Callable[[], Network]) -> Check:
     """Return a check of a network for an annotation; ``default_factory`` builds the default network for None."""
 
     def check_network(value: Any, name: str) -> Network:

@@ -18,7 +18,7 @@ from torchrl_lightning._core.validators import integer
 from torchrl_lightning.agents.networks.action_heads import ActionScaling, action_name
 from torchrl_lightning.agents.networks.actors import linear_head, observation_entries
 from torchrl_lightning.agents.networks.encoders import MLPEncoder, MLPNetwork
-from torchrl_lightning.agents.networks.network_protocol import Network, encodes_actions
+from torchrl_lightning.agents.networks.network_protocol import Network, has_action_encoder
 from torchrl_lightning.agents.networks.squashed import DEFAULT_NETWORK, action_range
 from torchrl_lightning.agents.networks.trunks import feature_count
 from torchrl_lightning.agents.transitions import Entries
@@ -160,7 +160,7 @@ class ActionValue(ActionScaling):
         super().__init__()
         self.observation_keys, entries = observation_entries(specs)
         self.set_scaling(*action_range(specs.action))
-        self.encodes_action = encodes_actions(network)
+        self.encodes_action = has_action_encoder(network)
         if self.encodes_action:
             self.encoder = network.action_encoder(entries, specs.action)
             self.last = linear_head(network, feature_count(self.encoder), outputs)
@@ -229,7 +229,7 @@ class CriticEnsemble(ActionScaling):
             return self._batched_forward(entries, action, self._layers, self.size)
         return torch.stack([critic(*entries, action) for critic in self.critics]).squeeze(-1)
 
-    def judge(self, entries: Entries, action: Tensor, count: int | None = None) -> Tensor:
+    def q_values(self, entries: Entries, action: Tensor, count: int | None = None) -> Tensor:
         """Return the values ``[N, *B]`` of all or of the first ``count`` critics without a gradient to the critics."""
         count = self.size if count is None else count
         if self.critics is None:

@@ -40,7 +40,7 @@ class TargetNetworks(nn.Module):
         def __getattr__(self, name: str) -> Any: ...
 
     @torch.no_grad()
-    def follow(self, tau: float) -> None:
+    def soft_update(self, tau: float) -> None:
         """Move the copies' parameters towards the networks by a fraction ``tau``; 1 makes them equal.
 
         Persistent buffers of the networks, such as running means, are copied.

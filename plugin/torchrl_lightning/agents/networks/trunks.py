@@ -45,7 +45,7 @@ class Trunk(TensorDictModuleBase):
         """Return the features ``[*B, H]`` and the next recurrent states, if any, without writing them."""
         return self.encoder(*[tensordict.get(key) for key in self.in_keys]), ()
 
-    def read(self, tensordict: TensorDictBase) -> Tensor:
+    def encode(self, tensordict: TensorDictBase) -> Tensor:
         """Return the features ``[*B, H]`` without writing them."""
         return self.step(tensordict)[0]
 
@@ -138,7 +138,7 @@ class RecurrentTrunk(Trunk):
         transposed = tuple(state.transpose(0, 1).contiguous() for state in states)
         return transposed[0] if len(transposed) == 1 else transposed
 
-    def run(self, entries: Sequence[Tensor], is_init: Tensor, states: Sequence[Tensor]) -> Tensor:
+    def encode_sequences(self, entries: Sequence[Tensor], is_init: Tensor, states: Sequence[Tensor]) -> Tensor:
         """Return the features ``[B, T, H]`` of sequences; the state is zero at each step with ``is_init``.
 
         Each entry is ``[B, T, *F]``, ``is_init`` is ``[B, T]``, and each state before the first steps is ``[B, L, H]``.
@@ -169,7 +169,7 @@ class RecurrentTrunk(Trunk):
         """Return the states ``[B, T, L, H]`` before and after each step of sequences, without a gradient.
 
         The states are computed step by step, because torch's cells return only the state after the last step. Arguments
-        as in ``run``.
+        as in ``encode_sequences``.
         """
         encoded, mask = self.encoder(*entries), is_init.reshape(*is_init.shape, 1, 1)
         before: list[Sequence[Tensor]] = []

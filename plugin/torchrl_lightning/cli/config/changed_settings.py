@@ -52,7 +52,7 @@ class ChangedSettings(Callback):
         if changes_rates(self.changed_names):
             self._set_rates(trainer)
         # Without a change to the learner, its schedules keep their restored values within an epoch.
-        follow = LearnerApi.of(pl_module).follow_schedules
+        follow = LearnerApi.of(pl_module).apply_schedules
         if follow is not None and any(name.startswith("model.") for name in self.changed_names):
             follow()
         for name, restored in self._current_values(trainer).items():

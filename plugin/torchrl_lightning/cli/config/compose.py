@@ -23,7 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchrl_lightning._core.plain_yaml import check_file
+from torchrl_lightning._core.plain_yaml import check_yaml_file
 from torchrl_lightning._core.slurm import is_requeued
 from torchrl_lightning._hydra.compat import hydra_main, initialized
 from torchrl_lightning._hydra.paths import CONF_DIR, EXPORT_DIR
@@ -82,7 +82,7 @@ def _load_limited(load: Callable[[str], ConfigResult], folder: Path, config_path
     file = folder / f"{config_path.removesuffix('.yaml')}.yaml"
     if file.exists():
         with exit_with_one_line():
-            check_file(file)
+            check_yaml_file(file)
     return load(config_path)
 
 
@@ -103,7 +103,7 @@ def _check_search_path(overrides: list[Override]) -> None:
             for folder in folders:
                 for file in sorted(Path(str(folder).removeprefix("file://")).rglob("*.yaml")):
                     with exit_with_one_line():
-                        check_file(file)
+                        check_yaml_file(file)
 
 
 class CommandLoader(ConfigLoader):

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from torchrl_lightning._core.plain_yaml import read_config
-from torchrl_lightning._core.run_names import folder_name, job_name, recorded_command, told
+from torchrl_lightning._core.run_names import final_overrides, folder_name, job_name, recorded_command
 from torchrl_lightning.cli.config.validate import read_checkpoint_file
 from torchrl_lightning.cli.error_messages import UsageError
 from torchrl_lightning.cli.run_folder.folder import check_unlocked, is_follower
@@ -97,7 +97,7 @@ def _is_same_run(folder: Path, choices: dict[str, str | None], overrides: Iterab
         hydra: Any = read_config(record)
         recorded_choices, recorded_overrides = recorded_command(hydra.hydra)
         recorded_groups = {key: value for key, value in recorded_choices.items() if not key.startswith("hydra")}
-        recorded_settings = told(recorded_overrides)
+        recorded_settings = final_overrides(recorded_overrides)
     except OSError as error:
         raise _UnusableError(f"it cannot be read ({error.strerror or error})") from error
     except (YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -105,7 +105,7 @@ def _is_same_run(folder: Path, choices: dict[str, str | None], overrides: Iterab
             f".hydra/hydra.yaml is damaged ({type(error).__name__}); select one of its checkpoints with ckpt_path=FILE"
         ) from error
     return recorded_groups == {key: value for key, value in choices.items() if not key.startswith("hydra")} and (
-        recorded_settings == told(overrides)
+        recorded_settings == final_overrides(overrides)
     )
 
 

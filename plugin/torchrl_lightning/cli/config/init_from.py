@@ -16,7 +16,7 @@ from torchrl_lightning._core.trust import resolve_target
 from torchrl_lightning.cli.config.resume import module_factory
 from torchrl_lightning.cli.error_messages import UsageError
 from torchrl_lightning.deploy.loading import CONFIG, checkpoint_of, extract_statistics, read_checkpoint
-from torchrl_lightning.deploy.weights import beginning_weights
+from torchrl_lightning.deploy.weights import initial_weights
 
 
 class InitFrom(Callback):
@@ -62,7 +62,7 @@ class InitFrom(Callback):
         if (build_copy := module_factory(model, data)) is None:
             return
         try:
-            self._weights, self._new_networks = beginning_weights(build_copy, {"state_dict": self._weights}, own=True)
+            self._weights, self._new_networks = initial_weights(build_copy, {"state_dict": self._weights}, own=True)
         except ValueError as error:
             # Compare the learners only on an error: another learner's weights may fit, such as A2C weights in PPO.
             source_class, own_class = self._learner(), type(model)

@@ -17,7 +17,7 @@ from torchrl_lightning._core.run_metadata import COMMAND
 from torchrl_lightning._core.suggestions import did_you_mean
 from torchrl_lightning._hydra.compat import instantiate
 from torchrl_lightning.agents.base import AgentModule
-from torchrl_lightning.agents.dry_run import NetworkFault, network_faults
+from torchrl_lightning.agents.dry_run import NetworkFault, network_errors
 from torchrl_lightning.cli.config.resume import module_factory, plain
 from torchrl_lightning.cli.error_messages import UsageError
 from torchrl_lightning.deploy.loading import CONFIG
@@ -69,12 +69,12 @@ def check_parts(
             if compare is not None:
                 compare()
             if (build_model := module_factory(model, data)) is not None:
-                with network_faults(model, data.specs):
+                with network_errors(model, data.specs):
                     trial_model = build_model()
                 # The trial runs on the CPU, which may not support a network for a GPU; the trainer tries it there.
                 on_cpu = trainer is not None and trainer.strategy.root_device.type == "cpu"
                 if isinstance(trial_model, AgentModule) and on_cpu:
-                    trial_model.try_networks(data.specs, trainer)
+                    trial_model.dry_run_networks(data.specs, trainer)
                     model.passed_dry_run = trial_model.passed_dry_run
             check_compatible(model, data)
         except (UsageError, NetworkFault):

@@ -12,7 +12,7 @@ from torchrl.envs import EnvBase
 
 from torchrl_lightning._core.settings import Settings
 from torchrl_lightning.environments import EnvironmentRecipe
-from torchrl_lightning.environments.recipe import differences, plain
+from torchrl_lightning.environments.recipe import differences, to_plain
 
 
 def environment_name(env: Any) -> str:
@@ -41,7 +41,7 @@ def environment_fields(env: Any) -> Any:
         for name in ("vectorization", "demonstrations_of", "step_timeout"):
             fields.pop(name, None)
         return fields["id"] if list(fields) == ["id"] and isinstance(fields["id"], str) else fields
-    return plain(env) if isinstance(env, partial) else environment_name(env)
+    return to_plain(env) if isinstance(env, partial) else environment_name(env)
 
 
 def environment_difference(stored: Any, current: Any) -> str:

@@ -12,14 +12,14 @@ from torchrl.envs import EnvBase
 from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.validators import integer
 from torchrl_lightning.collectors import GymnasiumCollector, TorchRLCollector
-from torchrl_lightning.environments.backends.torchrl_batch import stepped_together
+from torchrl_lightning.environments.backends.torchrl_batch import as_batch_vector_env
 
 
 def build_default_collector(env: Any, policy: Any, num_envs: int, **options: Any) -> Any:
     """Build our collector for a Gymnasium or TorchRL environment."""
     if isinstance(env, EnvBase):
         # With a reset at each batch, TorchRLCollector checks that the environment's seed determines its beginning.
-        vector_env = None if options["reset_at_each_batch"] else stepped_together(env)
+        vector_env = None if options["reset_at_each_batch"] else as_batch_vector_env(env)
         if vector_env is None:
             return TorchRLCollector(env, policy, **options)  # it has its own number of environments
         env = vector_env

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl_lightning._core.interrupts import interrupts
 from torchrl_lightning._core.modules import EvaluationMode
 from torchrl_lightning._core.protocols import CollectorApi
-from torchrl_lightning.environments.env_ids import EnvIdTracker, Trajectories
+from torchrl_lightning.environments.env_ids import EnvIdTracker, TrajectorySplitter
 
 
 class EpisodeAccumulator(Protocol):
@@ -55,7 +55,7 @@ class CollectorStream:
     def __init__(self, *accumulators: EpisodeAccumulator) -> None:
         self.collector: Any = None
         self.api = CollectorApi.of(None)
-        self.trajectories: Trajectories | None = None
+        self.trajectories: TrajectorySplitter | None = None
         self._accumulators = accumulators
         self._rollouts: Iterator[TensorDictBase] | None = None
         self._env_id_tracker = EnvIdTracker(1)
@@ -86,10 +86,10 @@ class CollectorStream:
         rng = torch.get_rng_state() if self._is_resumed and self._rng is None else self._rng
         if context is not None:
             self._exit_stack.enter_context(context)
-        self.trajectories = Trajectories()
+        self.trajectories = TrajectorySplitter()
         self.api, rollouts = build()
         self.collector = self.api.part
-        if self.api.flags_beginnings:
+        if self.api.marks_trajectory_starts:
             self.trajectories = None
         self._rollouts = rollouts if policy is None else self._with_newest_weights(rollouts, policy)
         self._env_id_tracker = EnvIdTracker(self.api.num_workers)
@@ -151,9 +151,9 @@ class CollectorStream:
 
         Until the rollout is accepted, checkpoints contain the earlier states of collector and generator.
         """
-        if interrupts.between_steps and self.api.flags_beginnings and not self.api.replays:
+        if interrupts.between_steps and self.api.marks_trajectory_starts and not self.api.replays:
             self._unaccepted = self.collector_state, self.rng
-            with interrupts.not_held():
+            with interrupts.interruptible():
                 yield
         else:
             yield
@@ -180,7 +180,7 @@ class CollectorStream:
         if rollout.ndim == 1:
             rollout = rollout.unsqueeze(0)
             rollout.names = [None, "time"]
-        return self._env_id_tracker.numbered(rollout)
+        return self._env_id_tracker.with_env_ids(rollout)
 
     def save_state(self) -> None:
         """Keep the state of the collector before it is closed."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from torchrl_lightning._core.protocols import LearnerApi, SourceApi
-from torchrl_lightning._core.torchrl_compat import attached
+from torchrl_lightning._core.torchrl_compat import attached_entities
 from torchrl_lightning._core.validators import fraction
 
 B = TypeVar("B")
@@ -85,7 +85,7 @@ def _discounts_in_use(buffer: Any) -> list[float]:
     """Return the discounts that affect batches; single steps do not depend on one."""
     storage = getattr(buffer, "storage", None)
     parts = [buffer] if getattr(buffer, "n_steps", 2) > 1 else []
-    parts += [part for part in (attached(storage) if storage is not None else ()) if part is not buffer]
+    parts += [part for part in (attached_entities(storage) if storage is not None else ()) if part is not buffer]
     return [part.gamma for part in parts if getattr(part, "gamma", None) is not None]
 
 

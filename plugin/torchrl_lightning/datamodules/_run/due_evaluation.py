@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from torchrl_lightning._core.torchrl_compat import should_validate
-from torchrl_lightning.callbacks.checkpoints import evaluate
+from torchrl_lightning.callbacks.checkpoints import run_validation
 from torchrl_lightning.callbacks.sparse import SparseCallback
 
 
@@ -86,7 +86,7 @@ class DueEvaluation(SparseCallback):
             return
         self._finishes_run = True
         if trainer.enable_validation:
-            evaluate(trainer)
+            run_validation(trainer)
         trainer.fit_loop.epoch_loop.val_loop.reset_restart_stage()
 
     def finish_run(self) -> bool:

@@ -24,7 +24,7 @@ from torchrl_lightning.environments import (
     make_environment,
 )
 from torchrl_lightning.environments.actions import check_clipping
-from torchrl_lightning.environments.backends.next_step import with_known_resets
+from torchrl_lightning.environments.backends.next_step import with_reset_tracking
 from torchrl_lightning.environments.backends.vector_env import vectorization_of
 from torchrl_lightning.environments.goals import EnvironmentGoals
 from torchrl_lightning.environments.policy_calls import clips_actions
@@ -61,7 +61,7 @@ class RunEnvironments:
                 "a ready environment cannot be built again for evaluation. Pass eval_env=, or pass env= as an id or a "
                 "factory."
             )
-        self.env, self.num_envs = with_known_resets(env) if drops_reset_rows else env, num_envs
+        self.env, self.num_envs = with_reset_tracking(env) if drops_reset_rows else env, num_envs
         self.eval_env = env if eval_env is None else eval_env
         self._eval_env_given = eval_env is not None
         self._knows_clipping, self._clips = clip_actions is not None, bool(clip_actions)

@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning._core.keys import REPLAYED
-from torchrl_lightning._core.state import LARGEST, Attribute, Stateful, sequence, state_error, tensor
+from torchrl_lightning._core.state import MAX_COUNT, Attribute, Stateful, sequence, state_error, tensor
 
 
 def read_episode_data(rollout: TensorDictBase) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def _read_finished(value: Any, name: str) -> list[tuple[Tensor, Tensor]]:
     if len(value) != 2:
         raise state_error(value, name, "returns and lengths")
     returns = tensor(torch.float64, None)(value[0], f"the first of {name}")
-    return [(returns, tensor(torch.int64, len(returns), low=1, high=LARGEST)(value[1], f"the second of {name}"))]
+    return [(returns, tensor(torch.int64, len(returns), low=1, high=MAX_COUNT)(value[1], f"the second of {name}"))]
 
 
 class FinishedEpisodes(Stateful):
@@ -142,6 +142,6 @@ class FinishedEpisodes(Stateful):
         self._flush()
         return super().state_dict(copy=copy)
 
-    def _loaded(self) -> None:
+    def _post_load(self) -> None:
         self._pending = []
         self._returns, self._lengths = torch.zeros_like(self._returns), torch.zeros_like(self._lengths)

@@ -18,10 +18,10 @@ from torchrl.envs import EnvBase, GymWrapper, transforms
 from torchrl_lightning._core.protocols import CollectorApi
 from torchrl_lightning.environments import EnvironmentSpecs, environment_specs
 from torchrl_lightning.environments.backends.next_step import ResetTrackingVectorEnv
-from torchrl_lightning.environments.backends.torchrl_env import PlayingTransform
+from torchrl_lightning.environments.backends.torchrl_env import ReplayTransform
 from torchrl_lightning.environments.copies import FreshActions, FreshObservations
-from torchrl_lightning.environments.recipe import differences, plain
-from torchrl_lightning.environments.specs import COUNTERS, layers, spec_fields
+from torchrl_lightning.environments.recipe import differences, to_plain
+from torchrl_lightning.environments.specs import COUNTERS, spec_fields, unwrap_transforms
 
 # Wrappers that guard, cut, record or render an episode, and change neither observation nor reward of a step.
 _NEUTRAL_WRAPPERS = (
@@ -51,7 +51,7 @@ _NEUTRAL_TRANSFORMS = (
     transforms.VecGymEnvTransform,
     transforms.DTypeCastTransform,  # already part of the specs
     # Evaluation plays no demonstrations.
-    PlayingTransform,
+    ReplayTransform,
     transforms.ConditionalSkip,
 )
 
@@ -94,7 +94,7 @@ def view_of(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentView:
     specs = environment_specs(env)
     if isinstance(env, VectorEnv):
         return EnvironmentView(specs, *_wrappers(env))
-    with layers(env) as (base, env_transforms):
+    with unwrap_transforms(env) as (base, env_transforms):
         transform_names = tuple(
             type(transform).__name__ for transform in env_transforms if not isinstance(transform, _NEUTRAL_TRANSFORMS)
         )
@@ -179,7 +179,7 @@ def _arguments(part: Any) -> dict[str, Any] | None:
     return (
         None
         if arguments is None
-        else {name: plain(value) for name, value in arguments.items() if name != "render_mode"}
+        else {name: to_plain(value) for name, value in arguments.items() if name != "render_mode"}
     )
 
 

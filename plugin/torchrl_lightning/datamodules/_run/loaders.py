@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from torchrl_lightning._core.interrupts import interrupts
-from torchrl_lightning._core.metric_logging import count_rows_by_clock, count_rows_by_lightning, publish
+from torchrl_lightning._core.metric_logging import log_over_clock, log_over_lightning_steps, publish_metrics
 from torchrl_lightning._core.protocols import LearnerApi
 from torchrl_lightning._core.tree import is_tensordict
 from torchrl_lightning.datamodules._run.due_evaluation import DueEvaluation
@@ -99,18 +99,18 @@ class LoadersDataModule(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Use the frame count as the step of the trainer's loggers."""
         if self.trainer is not None:
-            count_rows_by_clock(self.trainer)
+            log_over_clock(self.trainer)
 
     def teardown(self, stage: str) -> None:
         """Restore Lightning's own step for the loggers."""
         if self.trainer is not None:
-            count_rows_by_lightning(self.trainer)
+            log_over_lightning_steps(self.trainer)
 
     def on_exception(self, exception: BaseException) -> None:
         """Restore loggers and Ctrl-C: after an exception Lightning does not call :meth:`teardown`."""
         interrupts.release(self)
         if self.trainer is not None:
-            count_rows_by_lightning(self.trainer)
+            log_over_lightning_steps(self.trainer)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the last rollout or epoch."""
@@ -119,7 +119,7 @@ class LoadersDataModule(L.LightningDataModule):
     def publish_metrics(self) -> None:
         """Publish :meth:`metrics` for the trainer's callbacks; on several ranks, their means over the ranks."""
         if self.trainer is not None:
-            publish(self.trainer, self.metrics())
+            publish_metrics(self.trainer, self.metrics())
 
     @property
     def world_size(self) -> int:
@@ -209,7 +209,7 @@ class LoadersDataModule(L.LightningDataModule):
     def _evaluation_or_stop(self) -> Iterator[Any]:
         # Ctrl-C may end an evaluation, because a resumed run repeats it. The last evaluation of a run is completed.
         ends_run = self.trainer is not None and self.trainer.should_stop
-        with nullcontext() if ends_run else interrupts.not_held():
+        with nullcontext() if ends_run else interrupts.interruptible():
             batches = list(self._evaluation())
         yield from batches
 

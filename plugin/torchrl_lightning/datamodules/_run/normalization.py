@@ -52,8 +52,8 @@ class Normalization(Stateful):
         "count": Attribute(bounded_integer(), "_pending_frames"),
         "total": Attribute(bounded_integer(), "_total_frames"),
         "rows": Attribute(list_of(expect(torch.is_tensor, "a tensor")), "_saved_rows"),
-        "noted": Attribute(of=lambda normalization: normalization._read_moments, at="_saved_moments"),
-        "scale": Child(at="_scale"),
+        "noted": Attribute(check_for=lambda normalization: normalization._read_moments, attribute="_saved_moments"),
+        "scale": Child(attribute="_scale"),
     }
     """The steps that this rank has recorded and not yet added to the statistics."""
 
@@ -179,7 +179,7 @@ class Normalization(Stateful):
                 self._reduce_rows()
         if self.reward:
             reward, done = self._reward_and_done
-            self._add(REWARD, self._scale.note(reward, done, env_ids, gamma))
+            self._add(REWARD, self._scale.update(reward, done, env_ids, gamma))
             if cut:
                 self.forget_unfinished()
 
@@ -194,7 +194,7 @@ class Normalization(Stateful):
     def advance(self) -> None:
         """Add the recorded steps of all ranks to the statistics."""
         self._reduce_rows()
-        self._add(REWARD, self._scale.reduced())
+        self._add(REWARD, self._scale.pop_moments())
         pending, self._pending_moments = self._pending_moments, {}
         self._total_frames, self._pending_frames = self._total_frames + self._pending_frames, 0
         ranks: list[dict[Any, Moments]] = all_gather(pending)
@@ -209,14 +209,14 @@ class Normalization(Stateful):
 
     def forget_unfinished(self, env_ids: Tensor | slice = slice(None)) -> None:
         """Begin new reward sums for these environments."""
-        self._add(REWARD, self._scale.reduced())
+        self._add(REWARD, self._scale.pop_moments())
         self._scale.reset(env_ids)
 
     def _reduce_rows(self) -> None:
         self._num_pending_rows = 0
         for key, parts in self._pending_rows.items():
             if parts:
-                moments = Moments.of(_flatten(parts))
+                moments = Moments.from_samples(_flatten(parts))
                 parts.clear()
                 if not moments.mean.isfinite().all():
                     raise ValueError(
@@ -244,7 +244,7 @@ class Normalization(Stateful):
             ValueError: The statistics do not fit the normalised entries of this run; nothing is changed then.
         """
         check_state(state, {"observation": mapping, "reward": mapping}, "normalization")
-        scale = Moments.none().restored(state["reward"], "moments of rewards")
+        scale = Moments.empty().restored(state["reward"], "moments of rewards")
         if self._normalizer is not None:
             self._normalizer.load_moments(state["observation"])
         self._scale.load_moments(scale)
@@ -257,7 +257,7 @@ class Normalization(Stateful):
                 is changed then.
         """
         check_state(state, {"observation": mapping, "reward": mapping}, "normalization")
-        scale = Moments.none().restored(state["reward"], "moments of rewards")
+        scale = Moments.empty().restored(state["reward"], "moments of rewards")
         if bool(state["observation"]) != (self._normalizer is not None):
             stored_kind, current_kind = ("normalised", "raw") if state["observation"] else ("raw", "normalised")
             keys = [".".join(entry["key"]) for entry in state["observation"].get("entries", [])]
@@ -307,7 +307,7 @@ class Normalization(Stateful):
         if len(sequence(value, name)) != len(shapes):
             raise state_error(value, name, f"the moments of {len(shapes)} entries")
         return {
-            key: Moments.none(*shape).restored(state, f"moments of {key!r}")
+            key: Moments.empty(*shape).restored(state, f"moments of {key!r}")
             for (key, shape), state in zip(shapes.items(), value, strict=True)
             if state is not None
         }

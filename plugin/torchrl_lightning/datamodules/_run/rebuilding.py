@@ -154,7 +154,7 @@ class RebuildableDataModule(PickleByValueMixin):
         check_fingerprint({name: state["fingerprint"].get(name) for name in fingerprint}, fingerprint)
         rank_state = state_of_rank(state["ranks"][:1], 0, 1)
         data = cast(Any, self)
-        run_state = data._run_state.read_state(rank_state)
+        run_state = data._run_state.validate_state(rank_state)
         for load, statistics in data._statistics_loaders(state):
             copy.deepcopy(load)(statistics)  # a copy raises errors before anything changes
         data.load_statistics(state)

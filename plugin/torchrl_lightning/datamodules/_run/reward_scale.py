@@ -11,10 +11,10 @@ from torch import Tensor
 
 from torchrl_lightning._core.moments import Moments
 from torchrl_lightning._core.state import Attribute, Stateful, number, sequence, state_error, tensor
-from torchrl_lightning._core.torchrl_compat import put_entry
+from torchrl_lightning._core.torchrl_compat import set_entry
 from torchrl_lightning._core.tree import raw_items
 from torchrl_lightning._core.validators import Checked, non_negative, optional, positive
-from torchrl_lightning.environments.normalization import EPSILON, scaled
+from torchrl_lightning.environments.normalization import EPSILON, standardize
 from torchrl_lightning.kernels.scan import discounted_scan
 
 _CHUNK = 256  # single steps are reduced to moments in chunks of this size
@@ -61,7 +61,7 @@ class RewardScale(Stateful):
     def __init__(self, clip: float, epsilon: float = EPSILON) -> None:
         self.clip, self.epsilon = clip, epsilon
         self._gamma = 0.99  # until the first rewards set another value
-        self.moments = Moments.none()
+        self.moments = Moments.empty()
         """The moments of the sums."""
         # Subtracted value (always zero), and one over the standard deviation.
         self._constants = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
@@ -77,9 +77,9 @@ class RewardScale(Stateful):
         zero, factor = self._constants
         if factor.device != reward.device:
             zero, factor = self._constants = (zero.to(reward.device), factor.to(reward.device))
-        put_entry(following, "reward", scaled(reward, zero, factor, self.clip))
+        set_entry(following, "reward", standardize(reward, zero, factor, self.clip))
 
-    def note(self, reward: Tensor, done: Tensor, env_ids: Tensor | None, gamma: float) -> Moments | None:
+    def update(self, reward: Tensor, done: Tensor, env_ids: Tensor | None, gamma: float) -> Moments | None:
         """Record rewards and end flags of a rollout.
 
         Args:
@@ -93,12 +93,12 @@ class RewardScale(Stateful):
         """
         earlier, self._gamma = None, gamma
         if env_ids is not self._env_ids:
-            earlier, self._env_ids = self.reduced(), env_ids
+            earlier, self._env_ids = self.pop_moments(), env_ids
         self._pending.append((reward.clone(), done.clone()))  # a collector may reuse its memory
         self._steps += done.shape[1]
-        return earlier if self._steps < _CHUNK else _merge(earlier, self.reduced())
+        return earlier if self._steps < _CHUNK else _merge(earlier, self.pop_moments())
 
-    def reduced(self) -> Moments | None:
+    def pop_moments(self) -> Moments | None:
         """Return the moments of the sums of recorded rewards, and clear the rewards; None without recorded rewards.
 
         Raises:
@@ -119,14 +119,14 @@ class RewardScale(Stateful):
         discount = torch.full_like(reward, self._gamma)
         discount[1:] *= continues[:-1]
         sums = discounted_scan(reward, discount, initial=initial, reverse=False)
-        moments = Moments.of(sums.flatten())
+        moments = Moments.from_samples(sums.flatten())
         if not moments.mean.isfinite():
             raise ValueError("rewards must be finite, got NaN or infinity. Correct the environment.")
         self._sums[ids[is_known]] = (sums[-1] * continues[-1])[is_known]
         return moments
 
     def reset(self, env_ids: Tensor | slice = slice(None)) -> None:
-        """Begin new sums for these environments; call :meth:`reduced` first."""
+        """Begin new sums for these environments; call :meth:`pop_moments` first."""
         if isinstance(env_ids, Tensor):
             env_ids = env_ids[env_ids < len(self._sums)]
         self._sums[env_ids] = 0
@@ -143,7 +143,7 @@ class RewardScale(Stateful):
         if ids is not None and pending and len(ids) != len(pending[0][0]):
             raise state_error(ids, "'env_ids'", f"the ids of {len(pending[0][0])} environments")
 
-    def _loaded(self) -> None:
+    def _post_load(self) -> None:
         self._steps = sum(done.shape[1] for _, done in self._pending)
 
 

@@ -19,7 +19,7 @@ from torchrl_lightning._core.protocols import SamplerApi, SourceApi
 from torchrl_lightning.datamodules._run.collector_stream import CollectorStream, RolloutPart
 from torchrl_lightning.datamodules._run.episode_statistics import FinishedEpisodes, read_episode_data
 from torchrl_lightning.environments.backends.next_step import tracks_resets
-from torchrl_lightning.environments.env_ids import Trajectories, mark_truncated, ring_ids
+from torchrl_lightning.environments.env_ids import TrajectorySplitter, mark_truncated, ring_ids
 from torchrl_lightning.kernels.row_copies import NO_FLAGS
 from torchrl_lightning.replay import ExperienceBuffer
 
@@ -78,7 +78,7 @@ class Steps:
         rollout: TensorDictBase,
         num_envs: int,
         excluded: list[str],
-        trajectories: Trajectories | None = None,
+        trajectories: TrajectorySplitter | None = None,
     ) -> None:
         self.rollout, self._excluded, self.trajectories = rollout, excluded, trajectories
         self.ids: Tensor | None = ring_ids(rollout, num_envs)
@@ -235,7 +235,7 @@ class PreparedWrite:
         self._writer, self._storage, self._steps = writer, storage, count // writer.num_envs
         self._leaves, addresses = storage.check(flat, count)  # keep the leaves: their addresses stay valid
         self._done, self._init = writer.flags(flat, self._leaves, self._steps)
-        pointers = [rows.get(path).data_ptr() for path in storage.cells.places]
+        pointers = [rows.get(path).data_ptr() for path in storage.cells.leaf_index]
         flags = [flag for key in (writer.done_key, writer.init_key) if (flag := flat.get(key, None)) is not None]
         if (
             addresses is None
@@ -257,4 +257,4 @@ class PreparedWrite:
         writer, cells = self._writer, self._storage.cells
         assert cells is not None
         flags = (NO_FLAGS, NO_FLAGS) if writer.rings.index is None else (self._done, self._init)
-        return writer.advance((self._sources, cells.table), None, self._steps, *flags)
+        return writer.write_rows((self._sources, cells.table), None, self._steps, *flags)

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
 from torchrl_lightning._core.protocols import LearnerApi
-from torchrl_lightning._core.settings import Count, Settings, setting
+from torchrl_lightning._core.settings import PositiveInt, Settings, setting
 from torchrl_lightning._core.state import (
     Attribute,
     Child,
@@ -21,7 +21,7 @@ from torchrl_lightning._core.state import (
     mapping,
     sequence,
 )
-from torchrl_lightning._core.tree import cast_rounded, describe
+from torchrl_lightning._core.tree import cast_rounded, schema_of
 from torchrl_lightning._core.trust import ConfigSafe
 from torchrl_lightning._core.validators import integer
 from torchrl_lightning.datamodules.sources.mixed_replay import MixedReplay
@@ -73,11 +73,11 @@ class BranchedReplay(Settings, Stateful, ConfigSafe):
 
     buffer: ExperienceBuffer = setting(kw_only=False)
     real_ratio: float = 0.05
-    frames_per_fit: Count = 250
-    branches_per_fit: Count = 10_000
-    fits_kept: Count = 4
-    first_length: Count = 1
-    last_length: Count = 1
+    frames_per_fit: PositiveInt = 250
+    branches_per_fit: PositiveInt = 10_000
+    fits_kept: PositiveInt = 4
+    first_length: PositiveInt = 1
+    last_length: PositiveInt = 1
     lengthened_between: Sequence[int] = (0, 0)
     validation_fraction: float = 0.2
     max_validation: int = 5000
@@ -85,7 +85,9 @@ class BranchedReplay(Settings, Stateful, ConfigSafe):
     OWNER = "branched replay"
     STATE = {
         "mixed": Attribute(
-            of=lambda replay: replay._restore_mixture, at="_mixture", form=lambda replay: replay.state_dict(copy=False)
+            check_for=lambda replay: replay._restore_mixture,
+            attribute="_mixture",
+            to_saved=lambda replay: replay.state_dict(copy=False),
         ),
         "split": Child(),
         "fits": Attribute(bounded_integer()),
@@ -176,7 +178,7 @@ class BranchedReplay(Settings, Stateful, ConfigSafe):
 
     # ------------------------------------------------------------------ fits
 
-    def misfit(self, specs: Any, learner: Any) -> str | None:
+    def incompatibility(self, specs: Any, learner: Any) -> str | None:
         """Return the reason why a learner does not fit this source; None if it fits."""
         if learner is None or LearnerApi.of(learner).can_imagine:
             return None
@@ -233,7 +235,7 @@ class BranchedReplay(Settings, Stateful, ConfigSafe):
         size = self.max_rows(length)
         # Earlier releases stored imagined observations as floating-point numbers.
         if size != self.imagined.storage.max_size or (
-            stored is not None and describe(stored, 1) != describe(branches, 1)
+            stored is not None and schema_of(stored, 1) != schema_of(branches, 1)
         ):
             self._mixture.buffers[1] = self._make_branch_buffer(size, self.imagined)
         rows_per_fit = self._rows_per_fit[max(0, len(self._rows_per_fit) - self.fits_kept + 1) :]

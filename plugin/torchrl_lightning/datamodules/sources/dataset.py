@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl_lightning._core.tree import path_of
 from torchrl_lightning.datamodules._run.discounts import build_buffer
 from torchrl_lightning.datamodules.sources.mixed_replay import MixedReplay
-from torchrl_lightning.demonstrations.io.demo_dataset import placed, read_dataset, transitions, write_episode
+from torchrl_lightning.demonstrations.io.demo_dataset import assign_rings, read_dataset, transitions, write_episode
 from torchrl_lightning.environments import EnvironmentSpecs
 from torchrl_lightning.environments.policy_calls import recurrent_states
 from torchrl_lightning.replay import ExperienceBuffer
@@ -34,7 +34,7 @@ class BufferedDataset:
 
     def __init__(self, dataset: Any, env: Any, specs: EnvironmentSpecs, buffer: ExperienceBuffer) -> None:
         self._specs, self._buffer = specs, buffer
-        self._demonstrations = placed(buffer, read_dataset(dataset, env), f"dataset={dataset}")
+        self._demonstrations = assign_rings(buffer, read_dataset(dataset, env), f"dataset={dataset}")
 
     def write(self, policy: Any, update_statistics: Callable[[TensorDictBase, Tensor], None] | None) -> None:
         """Write the demonstrations and free them, unless a checkpoint has already filled the buffer.

@@ -54,8 +54,8 @@ class MixedReplay(Stateful, ConfigSafe):
 
     OWNER = "mixed replay"
     STATE = {
-        "others": Attribute(of=lambda mixed: mixed._validate_others, at="_others"),
-        "owed": Attribute(of=lambda mixed: mixed._validate_owed, at="_owed", form=_to_pairs),
+        "others": Attribute(check_for=lambda mixed: mixed._validate_others, attribute="_others"),
+        "owed": Attribute(check_for=lambda mixed: mixed._validate_owed, attribute="_owed", to_saved=_to_pairs),
     }
 
     def __init__(self, buffer: ExperienceBuffer, others: Sequence[ExperienceBuffer], ratios: Sequence[float]) -> None:

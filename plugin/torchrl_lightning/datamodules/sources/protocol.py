@@ -17,7 +17,7 @@ from torchrl_lightning.datamodules._run.discounts import check_discount
 from torchrl_lightning.datamodules.sources.branched_replay import BranchedReplay
 from torchrl_lightning.environments.goals import EnvironmentGoals
 from torchrl_lightning.replay import ExperienceBuffer
-from torchrl_lightning.replay.episode_transform import tell, transforms_in
+from torchrl_lightning.replay.episode_transform import iter_transforms, set_goal_functions
 
 
 class BatchSource(Protocol):
@@ -81,7 +81,7 @@ def check_source(source: Any, learner: Any, *, normalizes: bool, has_data: bool)
             f"normalize_observation must be False with {type(source).__name__}, which passes raw stored steps to the "
             "module. Leave it out."
         )
-    if not api.keeps_rows:
+    if not api.stores_rows:
         return
     if has_data:
         raise ValueError(
@@ -103,14 +103,14 @@ def buffers_of(source: Any, buffer: ExperienceBuffer) -> Sequence[ExperienceBuff
 def set_goals(buffers: Sequence[ExperienceBuffer], goals: EnvironmentGoals) -> None:
     """Set the goal functions of an environment in the transforms of buffers."""
     for buffer in buffers:
-        tell(buffer.transform, goals)
+        set_goal_functions(buffer.transform, goals)
 
 
 def check_transforms(buffers: Sequence[ExperienceBuffer], goals: EnvironmentGoals, specs: Any, learner: Any) -> None:
     """Validate the transforms of buffers; raise IncompatibleError if one does not fit the environment."""
     set_goals(buffers, goals)
     for buffer in buffers:
-        for transform in transforms_in(buffer.transform):
+        for transform in iter_transforms(buffer.transform):
             check_compatible(transform, specs, learner)
 
 

@@ -11,7 +11,7 @@ import gymnasium as gym
 import torch
 from tensordict import TensorDict
 
-from torchrl_lightning._core.files import MANIFEST, read_state
+from torchrl_lightning._core.files import MANIFEST, read_state_folder
 from torchrl_lightning._core.keys import ACTION, NEXT, REWARD
 from torchrl_lightning._core.tree import path_of
 from torchrl_lightning._core.untrusted import printable_errors
@@ -63,7 +63,7 @@ def buffered_episodes(
         )
     for buffer in buffers:
         if len(buffer):
-            with buffer.undisturbed():
+            with buffer.lock_if_shared():
                 yield from _ring_episodes(buffer, specs, frame_stack, fields)
 
 
@@ -228,7 +228,7 @@ such as minari:cartpole/own-v0.
         episodes: Any = source
         if isinstance(source, str | Path):
             is_saved = (Path(source) / MANIFEST).is_file()
-            episodes = read_state(Path(source)) if is_saved else read_dataset(source, env)
+            episodes = read_state_folder(Path(source)) if is_saved else read_dataset(source, env)
         if isinstance(episodes, ExperienceBuffer | Mapping):
             stack, metadata = 1 if recipe is None else recipe.frame_stack, recipe_metadata(recipe)
             episodes = buffered_episodes(episodes, specs, stack, frame_skip=frame_skip, metadata=metadata)
@@ -302,11 +302,11 @@ def fill(buffer: ExperienceBuffer, dataset: Iterable[Demonstration], specs: Envi
         >>> len(buffer), buffer[:]["next", "terminated"].sum().item()
         (26, 3)
     """
-    for ring, demonstration in placed(buffer, dataset):
+    for ring, demonstration in assign_rings(buffer, dataset):
         write_episode(buffer, ring, transitions(demonstration, specs))
 
 
-def placed(
+def assign_rings(
     buffer: ExperienceBuffer, dataset: Iterable[Demonstration], name: str = "the data set"
 ) -> deque[tuple[int, Demonstration]]:
     """Assign each demonstration to a ring of the buffer, and return the pairs.

@@ -19,7 +19,7 @@ from torchrl_lightning.demonstrations.io.safetensors_files import demonstration_
 from torchrl_lightning.demonstrations.task_check import recipe_metadata
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.environments.actions import ActionFormat
-from torchrl_lightning.environments.recipe import recipe_of
+from torchrl_lightning.environments.recipe import as_recipe
 from torchrl_lightning.environments.specs import observation_leaves
 
 
@@ -61,7 +61,7 @@ def play_demonstrations(
     except gym.error.DependencyNotInstalled as error:
         raise ImportError("The keyboard needs pygame: pip install 'torchrl-lightning[video]'.") from error
     specs, frame_skip = demonstration_specs(env)
-    recipe = recipe_of(env).with_settings(frame_stack=1)
+    recipe = as_recipe(env).with_settings(frame_stack=1)
     gym_env = recipe(render_mode="rgb_array")
     if not isinstance(gym_env, gym.Env):
         raise ValueError("env must be a Gymnasium environment for the keyboard, got a TorchRL environment.")
@@ -100,7 +100,7 @@ class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: gym.Env[Any, Any], count: int, seed: int | None, clip: bool) -> None:
         super().__init__(env)
-        self._action_format, self._clip = ActionFormat.of_space(env.action_space), clip
+        self._action_format, self._clip = ActionFormat.from_space(env.action_space), clip
         if boolean(clip, "clip_actions") and not self._action_format.is_box:
             raise ValueError(
                 f"clip_actions must be False for actions without a Box, got True for {env.action_space}. Leave it out."

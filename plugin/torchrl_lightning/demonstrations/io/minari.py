@@ -180,7 +180,7 @@ def _episodes(dataset: Any, specs: EnvironmentSpecs | None) -> Iterator[Demonstr
     spec, metadata = dataset.spec, dataset.storage.metadata
     known_metadata = {} if spec.env_spec is None else {"environment": spec.env_spec.id}
     known_metadata |= {name: metadata[name] for name in _EXTRA_METADATA if name in metadata}
-    keys, action_format = None if specs is None else set(specs.keys), ActionFormat.of_space(spec.action_space)
+    keys, action_format = None if specs is None else set(specs.keys), ActionFormat.from_space(spec.action_space)
     leaves = [
         (path, key, space_to_spec(space, str(key)).shape)
         for path, key, space in observation_leaves(spec.observation_space)

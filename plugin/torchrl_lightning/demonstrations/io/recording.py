@@ -30,7 +30,7 @@ from torchrl_lightning.environments.actions import ActionFormat
 from torchrl_lightning.environments.backends.torchrl_env import ActionConversion
 from torchrl_lightning.environments.env_errors import EnvironmentFault
 from torchrl_lightning.environments.policy_calls import Policy
-from torchrl_lightning.environments.recipe import recipe_of
+from torchrl_lightning.environments.recipe import as_recipe
 
 _FRAMES_PER_BATCH = 64  # steps collected at a time
 Environment = str | Callable[..., Any]
@@ -51,7 +51,7 @@ def demonstration_specs(env: Environment | VectorEnv | EnvBase) -> tuple[Environ
     """
     if isinstance(env, VectorEnv | EnvBase):  # the caller closes its own instance
         return environment_specs(env), 1
-    recipe = recipe_of(env)
+    recipe = as_recipe(env)
     if recipe.frame_stack > 1:
         env = recipe.with_settings(frame_stack=1)
     environment = make_environment(env, 1, vectorization="sync", own_number=True)
@@ -97,7 +97,7 @@ def record_demonstrations(
         raise DemonstrationFault(
             f"clip_actions must be False for actions without a Box, got True for {specs.action}. Leave it out."
         )
-    recipe = recipe_of(env)
+    recipe = as_recipe(env)
     metadata: dict[str, str | int | float] = {**recipe_metadata(recipe)}
     if recipe.frame_stack > 1:
         metadata["frame_stack"] = recipe.frame_stack
@@ -154,7 +154,7 @@ def _collect_episodes(
         collector: Any
         if isinstance(environment, EnvBase):
             if clip_actions:
-                action_format = replace(ActionFormat.of_spec(environment.action_spec_unbatched), clip=True)
+                action_format = replace(ActionFormat.from_spec(environment.action_spec_unbatched), clip=True)
                 environment = TransformedEnv(environment, ActionConversion(action_format), auto_unwrap=False)
             frames = _FRAMES_PER_BATCH * environment.batch_size.numel()
             collector = TorchRLCollector(environment, policy, frames_per_batch=frames, seed=seed)

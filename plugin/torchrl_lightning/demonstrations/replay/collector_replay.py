@@ -64,11 +64,11 @@ class DemonstrationReplay(Stateful):
     OWNER, VERSION = "demonstration replay", 1
     STATE = {
         "num_envs": Attribute(),
-        "playing": Attribute(of=lambda replay: replay._read_playbacks, at="_playback_states"),
+        "playing": Attribute(check_for=lambda replay: replay._read_playbacks, attribute="_playback_states"),
         "chosen": Attribute(
-            of=lambda replay: replay._read_scheduled,
-            at="_scheduled",
-            form=lambda scheduled: [*map(_scheduled_state, scheduled.items())],
+            check_for=lambda replay: replay._read_scheduled,
+            attribute="_scheduled",
+            to_saved=lambda scheduled: [*map(_scheduled_state, scheduled.items())],
         ),
         "sampler": Child(),
     }
@@ -176,15 +176,15 @@ class DemonstrationReplay(Stateful):
         options: dict[str, Any] = {"ends": self.ends, "log_prob": self.log_prob, "frame_stack": self.frame_stack}
         return type(self)(self.storage, sampler, self.num_envs, **options)
 
-    def contents(self) -> _Contents:
+    def snapshot(self) -> _Contents:
         """Return the stored demonstrations and the options of the sampler."""
         storage, sampler = self.storage, self.sampler
         demos = storage.reward_demonstrations, storage.value_demonstrations
         return _Contents(*demos, storage.successes, storage.annealed, (sampler.rho, sampler.phi, sampler.alpha))
 
-    def news(self, since: _Contents) -> _Contents:
+    def delta(self, since: _Contents) -> _Contents:
         """Return the contents for a copy that has ``since``; known demonstrations are sent without their steps."""
-        contents, known_demos = self.contents(), {demo.serial: demo for demo in (*since.reward, *since.value)}
+        contents, known_demos = self.snapshot(), {demo.serial: demo for demo in (*since.reward, *since.value)}
 
         def entry_of(demo: Demonstration) -> Any:
             known_demo = known_demos.get(demo.serial)
@@ -194,7 +194,7 @@ class DemonstrationReplay(Stateful):
             reward=tuple(map(entry_of, contents.reward)), value=tuple(map(entry_of, contents.value))
         )
 
-    def follow(self, news: _Contents) -> None:
+    def apply_delta(self, delta: _Contents) -> None:
         """Apply the contents of the original; running replays continue."""
         demos = {
             item.serial: item for item in (*self.storage.reward_demonstrations, *self.storage.value_demonstrations)
@@ -206,9 +206,9 @@ class DemonstrationReplay(Stateful):
             serial, value = item
             return demos[serial].with_value(value=value, serial=serial)
 
-        reward, value = ([*map(resolve, part)] for part in (news.reward, news.value))
-        self.storage.replace(reward, value, news.successes, news.annealed)
-        self.sampler.set_probabilities(*news.probabilities)
+        reward, value = ([*map(resolve, part)] for part in (delta.reward, delta.value))
+        self.storage.replace(reward, value, delta.successes, delta.annealed)
+        self.sampler.set_probabilities(*delta.probabilities)
 
     @property
     def _playback_states(self) -> list[dict[str, Any]]:
@@ -257,7 +257,7 @@ def _scheduled_state(item: tuple[int, Demonstration | None]) -> dict[str, Any]:
 
 
 class _Contents(NamedTuple):
-    """The demonstrations and sampler options; as news, known demonstrations are pairs of serial and value."""
+    """The demonstrations and sampler options; as delta, known demonstrations are pairs of serial and value."""
 
     reward: tuple[Any, ...]
     value: tuple[Any, ...]

@@ -18,10 +18,10 @@ from torchrl_lightning._core.keys import ACTION, DEMO_ACTION, DEMO_SERIAL, REPLA
 from torchrl_lightning.demonstrations.miner import NOT_REPLAYED
 from torchrl_lightning.demonstrations.replay.collector_replay import DemonstrationReplay
 from torchrl_lightning.environments import ReplayedRows
-from torchrl_lightning.environments.backends.torchrl_env import PlayingTransform
+from torchrl_lightning.environments.backends.torchrl_env import ReplayTransform
 
 
-class DemonstrationReplayTransform(PlayingTransform):
+class DemonstrationReplayTransform(ReplayTransform):
     """Replay demonstrations in a TorchRL environment, which :meth:`wrap` wraps.
 
     At the start of an episode the replay may draw a demonstration. During the replay, observation, reward and end come

@@ -50,7 +50,7 @@ def tracks_resets(env: Any) -> bool:
     return hasattr(env, "resets")
 
 
-def with_known_resets(env: Any) -> Any:
+def with_reset_tracking(env: Any) -> Any:
     """Wrap vector environments of mode ``NEXT_STEP`` in :class:`ResetTrackingVectorEnv`; return others unchanged."""
     is_next_step = isinstance(env, VectorEnv) and env.metadata.get("autoreset_mode") in (
         AutoresetMode.NEXT_STEP,

@@ -120,7 +120,7 @@ class BatchVectorEnv(VectorEnv[Any, Any, Any]):
         return type(self.env).__name__
 
 
-def stepped_together(env: EnvBase) -> BatchVectorEnv | None:
+def as_batch_vector_env(env: EnvBase) -> BatchVectorEnv | None:
     """Wrap a batched TorchRL environment in :class:`BatchVectorEnv`; return None if TorchRL has to step it.
 
     TorchRL has to step environments without a batch, with transforms, or with their own ``step``, ``reset`` or
@@ -129,7 +129,7 @@ def stepped_together(env: EnvBase) -> BatchVectorEnv | None:
 
     Examples:
         >>> from torchrl.envs import GymEnv
-        >>> stepped_together(GymEnv("Pendulum-v1")) is None
+        >>> as_batch_vector_env(GymEnv("Pendulum-v1")) is None
         True
     """
     while isinstance(env, TransformedEnv) and isinstance(env.transform, Compose) and not len(env.transform):

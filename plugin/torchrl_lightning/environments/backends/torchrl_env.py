@@ -41,7 +41,7 @@ from torchrl_lightning.environments.backends.vector_env import (
 from torchrl_lightning.environments.copies import FreshActions
 from torchrl_lightning.environments.env_errors import position
 from torchrl_lightning.environments.policy_calls import expand_mask, is_float64, recurrent_primers
-from torchrl_lightning.environments.specs import flatten_transform, layers
+from torchrl_lightning.environments.specs import flatten_transform, unwrap_transforms
 from torchrl_lightning.environments.workers.threads import close_environment, record_num_threads
 from torchrl_lightning.environments.wrappers.rename import RENAME_REMEDY
 
@@ -118,7 +118,7 @@ def with_bookkeeping(env: EnvBase, policy: object, clip_actions: bool = False) -
     added += [
         primer for primer in recurrent_primers(policy) if not existing.issuperset(primer.primers.keys(True, True))
     ]
-    form = replace(ActionFormat.of_spec(env.action_spec_unbatched), clip=clip_actions)
+    form = replace(ActionFormat.from_spec(env.action_spec_unbatched), clip=clip_actions)
     if not form.is_network_format or is_float64(policy):  # apply_policy sets the other actions to their bounds
         added.append(ActionConversion(form))
     for transform in added:
@@ -200,7 +200,7 @@ class ActionConversion(Transform):
         return input_spec
 
 
-class PlayingTransform(Transform):
+class ReplayTransform(Transform):
     """A transform that replaces the environment's steps by recorded steps of its source, ``replay``.
 
     After :meth:`resume`, a restored source continues its episodes through the resets before the next step.
@@ -213,11 +213,11 @@ class PlayingTransform(Transform):
         raise NotImplementedError
 
 
-def replay_transforms(env: EnvBase) -> Iterator[PlayingTransform]:
+def replay_transforms(env: EnvBase) -> Iterator[ReplayTransform]:
     """Yield the transforms around an environment that play recorded steps."""
     while isinstance(env, TransformedEnv):
         yield from (
-            transform for transform in flatten_transform(env.transform) if isinstance(transform, PlayingTransform)
+            transform for transform in flatten_transform(env.transform) if isinstance(transform, ReplayTransform)
         )
         env = env.base_env
 
@@ -260,7 +260,7 @@ def _check_env(env: EnvBase, num_envs: int | None, own_number: bool) -> EnvBase:
     record_num_threads(env)
     if any("" in path_of(key) for key in env.observation_spec.keys(True)):
         raise ValueError(f"TorchRL's specs cannot index an observation without a name, ''. {RENAME_REMEDY}")
-    with layers(env) as (base, transforms):
+    with unwrap_transforms(env) as (base, transforms):
         if isinstance(base, GymWrapper) and first_action(base.action_space):
             raise ValueError(
                 f"actions of a GymEnv must count from 0, got {base.action_space}. Pass the Gymnasium environment "

@@ -16,7 +16,7 @@ from torchrl_lightning.environments.backends.next_step import tracks_resets
 from torchrl_lightning.environments.copies import copy_beneath_wrappers
 from torchrl_lightning.environments.env_errors import env_errors
 from torchrl_lightning.environments.install_hint import install_hint, registration_hint
-from torchrl_lightning.environments.recipe import EnvironmentRecipe, recipe_of
+from torchrl_lightning.environments.recipe import EnvironmentRecipe, as_recipe
 from torchrl_lightning.environments.replay_source import PartialStepVectorEnv
 from torchrl_lightning.environments.workers.worker_env import WorkerVectorEnv
 from torchrl_lightning.environments.wrappers.rename import RENAME_REMEDY
@@ -89,7 +89,7 @@ def make_vector_env(
         return EnvPoolVectorEnv(task, num_envs, kwargs)
     factory = SingleEnv(env, dict(env_kwargs or {}), tuple(wrappers))
     if vectorization == "async":
-        return WorkerVectorEnv([factory] * num_envs, recipe_of(env).step_timeout)
+        return WorkerVectorEnv([factory] * num_envs, as_recipe(env).step_timeout)
     # copy=False: the caller copies each observation into its own memory immediately.
     return PartialStepVectorEnv([factory] * num_envs, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
 

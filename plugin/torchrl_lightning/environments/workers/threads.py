@@ -18,7 +18,7 @@ _RECORDED: WeakKeyDictionary[EnvBase, int] = WeakKeyDictionary()
 
 
 @contextmanager
-def kept_threads() -> Iterator[None]:
+def preserve_num_threads() -> Iterator[None]:
     """Restore the current number of threads at the end of the block, also after an exception."""
     threads = torch.get_num_threads()
     try:

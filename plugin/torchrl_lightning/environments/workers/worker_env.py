@@ -289,4 +289,4 @@ class _FaultQueue:
                 error = WorkerFault(f"the process of environment {index} failed: {kind.__name__}: {error}")
         except EnvironmentFault as fault:
             error = fault
-        self._errors.put((index, error.sent()))
+        self._errors.put((index, error.to_remote()))

@@ -8,7 +8,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium import spaces
 
-from torchrl_lightning._core.keys import RESERVED, UNNAMEABLE, joined
+from torchrl_lightning._core.keys import RESERVED, UNNAMEABLE, dotted_name
 
 RENAME_REMEDY = (
     "Rename it inside the environment. For a Gymnasium environment use torchrl.envs.GymWrapper(EnvironmentRecipe(id, "
@@ -42,7 +42,7 @@ class RenameObservation(gym.ObservationWrapper[Any, Any, Any]):
             raise ValueError(f"rename={dict(names)} needs a Dict as the observation, got {space}. Remove rename.")
         paths: dict[str, tuple[Any, ...]] = {}
         for path in sorted((path for path, _ in entries_of(space)), key=len):
-            paths.setdefault(joined(path), path)
+            paths.setdefault(dotted_name(path), path)
         if missing := [name for name in names if name not in paths]:
             raise ValueError(
                 f"rename must name observed entries, {sorted(paths)}, got {dict(names)}: {missing} are missing."
