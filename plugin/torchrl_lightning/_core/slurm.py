@@ -50,10 +50,11 @@ def requeued_on_signal() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGUSR1, previous_handler)
         if is_requested:
-            _requeue()
+            requeue()
 
 
-def _requeue() -> None:
+def requeue() -> None:
+    """Requeue this process's batch job; log a warning if that fails."""
     array, task = (os.environ.get(f"SLURM_ARRAY_{part}_ID") for part in ("JOB", "TASK"))
     job = f"{array}_{task}" if array and task else str(job_id())
     try:

@@ -16,6 +16,7 @@ from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.interrupts import interrupts
 from torchrl_lightning._core.metric_logging import EVALUATION
 from torchrl_lightning._core.protocols import DataApi
+from torchrl_lightning._core.rank_stop import rank_stop
 from torchrl_lightning.callbacks.checkpoint_io import use_atomic_checkpoints
 from torchrl_lightning.callbacks.monitors import check_monitor, episode_metrics, unknown_metric
 from torchrl_lightning.callbacks.sparse import SparseCallback
@@ -45,8 +46,9 @@ class LastCheckpoint(SparseCallback, Checkpoint):
     If the last epoch is not a multiple of ``check_val_every_n_epoch``, the callback also evaluates the final state.
     Put this callback after a :class:`BestCheckpoint`, so that the best checkpoint can be the last state.
 
-    With several ranks, an exception saves nothing: it ends one rank while the others wait for its gradients, and a
-    checkpoint needs the state of all ranks. The previous checkpoint stays.
+    With several ranks, Ctrl-C and SIGTERM stop all ranks at the same step, and they save. An exception saves nothing:
+    it ends one rank while the others wait for its gradients, and a checkpoint needs the state of all ranks. The
+    previous checkpoint stays.
 
     Unlike Lightning's ``OnExceptionCheckpoint``, the file never makes a later run resume automatically: pass it as
     ``ckpt_path``.
@@ -100,8 +102,9 @@ class LastCheckpoint(SparseCallback, Checkpoint):
         if not was_training or _is_fast_dev_run(trainer) or state == (self._start_batches, self._start_clock):
             return
         reason = type(exception).__name__
-        if trainer.world_size > 1:
-            logger.warning("stopped by %s; with several ranks, an exception saves no checkpoint.", reason)
+        if trainer.world_size > 1 and rank_stop.agreed is None:
+            kept = f"{self.path} keeps the state before" if self.path.exists() else "there is no checkpoint yet"
+            logger.warning("rank %d stopped by %s; %s.", trainer.global_rank, reason, kept)
             return
         if interrupts.interrupted_within_step:
             checkpoint = f"{self.path} is the previous state" if self.path.exists() else "there is no checkpoint yet"
@@ -111,6 +114,8 @@ class LastCheckpoint(SparseCallback, Checkpoint):
             self._save(trainer)
         except OSError as error:  # for example a full disk, which may also have stopped the run
             logger.error("stopped by %s; the final checkpoint was not written: %s", reason, error)
+            return
+        if not trainer.is_global_zero:
             return
         if _would_fail_again(exception):
             logger.warning("stopped by %s; the state of the run is in %s.", reason, self.path)

@@ -46,6 +46,7 @@ def train(cfg: DictConfig) -> float:
     import lightning as L
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+    from torchrl_lightning._core.rank_stop import rank_stop
     from torchrl_lightning._core.slurm import requeued_on_signal
     from torchrl_lightning.cli.config.changed_settings import ChangedSettings
     from torchrl_lightning.cli.config.init_from import load_init_from
@@ -100,7 +101,7 @@ def train(cfg: DictConfig) -> float:
     for logger in trainer.loggers:
         logger.log_hyperparams(save_config.config)
     start = time.perf_counter()
-    with requeued_on_signal() if trainer.world_size == 1 else nullcontext():
+    with requeued_on_signal() if trainer.world_size == 1 else rank_stop.requeued():
         trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
         if trainer.received_sigterm:  # during the last batch
             raise SIGTERMException

@@ -14,6 +14,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_lightning._core.modules import EvaluationMode
+from torchrl_lightning._core.rank_stop import rank_stop
 from torchrl_lightning._core.validators import boolean, integer
 from torchrl_lightning.collectors.rollout_loop import RolloutLoop, RolloutMemory
 from torchrl_lightning.collectors.vector_stepper import VectorStepper
@@ -128,6 +129,7 @@ def _play(stepper: VectorStepper, policy: Policy, num_episodes: int, seed: int |
             step += 1
             ends = memory.terminated[0], memory.truncated[0], memory.done[0]
             results.add(memory.rewards[0], *ends, stepper.successes(loop.info))
+        rank_stop.check_evaluation()
     return results.to_tensordict()
 
 
@@ -159,6 +161,7 @@ def _play_torchrl(env: EnvBase, policy: Policy, num_episodes: int, seed: int | N
         terminated, done = ends["terminated"], ends["done"]
         truncated = ends.get("truncated", done & ~terminated)
         results.add(*(value.flatten().cpu().numpy() for value in (ends["reward"], terminated, truncated, done)))
+        rank_stop.check_evaluation()
     return results.to_tensordict()
 
 

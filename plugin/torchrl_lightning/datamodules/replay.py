@@ -18,6 +18,7 @@ from torch import Tensor
 from torchrl_lightning._core.errors import check_compatible
 from torchrl_lightning._core.interrupts import interrupts
 from torchrl_lightning._core.protocols import CollectorApi, LearnerApi, SourceApi, no_keys
+from torchrl_lightning._core.rank_stop import rank_stop
 from torchrl_lightning._core.ranks import broadcast_from_rank_zero
 from torchrl_lightning._core.settings import PositiveInt, choices, setting
 from torchrl_lightning._core.state import Attribute, bounded_integer
@@ -297,6 +298,8 @@ class ReplayDataModule(UpdatesDataModule):
                 return None
             if interrupts.pending and interrupts.between_steps:
                 interrupts.check()
+            if interrupts.between_steps:
+                rank_stop.check()
         collected = time.perf_counter()
         batch, self._resumed_batch = self._resumed_batch, None
         if batch is None:

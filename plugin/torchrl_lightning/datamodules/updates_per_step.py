@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from torch.nn.parameter import is_lazy
 
 from torchrl_lightning._core.interrupts import interrupts
+from torchrl_lightning._core.rank_stop import rank_stop
 from torchrl_lightning._core.state import Attribute, bounded_integer
 from torchrl_lightning._core.update_batches import UpdateBatches
 from torchrl_lightning._core.validators import integer, optional
@@ -233,6 +234,8 @@ class UpdatesDataModule(ExperienceDataModule):
         if interrupts.pending:
             interrupts.check()
         interrupts.between_steps = True
+        if rank_stop.is_active:
+            rank_stop.check()
 
     def _batches_of_step(
         self, draw: Callable[[int], TensorDictBase | None], first: TensorDictBase, later: range

@@ -14,6 +14,7 @@ from lightning.pytorch import Trainer
 from torchrl_lightning._core.interrupts import interrupts
 from torchrl_lightning._core.metric_logging import log_over_clock, log_over_lightning_steps, publish_metrics
 from torchrl_lightning._core.protocols import LearnerApi
+from torchrl_lightning._core.rank_stop import rank_stop
 from torchrl_lightning._core.tree import is_tensordict
 from torchrl_lightning.datamodules._run.due_evaluation import DueEvaluation
 from torchrl_lightning.datamodules._run.frames import FrameClock
@@ -209,7 +210,7 @@ class LoadersDataModule(L.LightningDataModule):
     def _evaluation_or_stop(self) -> Iterator[Any]:
         # Ctrl-C may end an evaluation, because a resumed run repeats it. The last evaluation of a run is completed.
         ends_run = self.trainer is not None and self.trainer.should_stop
-        with nullcontext() if ends_run else interrupts.interruptible():
+        with nullcontext() if ends_run else interrupts.interruptible(), rank_stop.evaluating():
             batches = list(self._evaluation())
         yield from batches
 

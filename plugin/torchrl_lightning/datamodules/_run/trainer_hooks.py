@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from torchrl_lightning._core.interrupts import interrupts
 from torchrl_lightning._core.protocols import LearnerApi
+from torchrl_lightning._core.rank_stop import rank_stop
 from torchrl_lightning.callbacks.sparse import SparseCallback
 
 logger = logging.getLogger(__name__)
@@ -66,9 +67,13 @@ class DataHooks(SparseCallback):
         return trainer.datamodule is self.data
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Delay Ctrl-C until the end of a step; not with several ranks, which would stop at different steps."""
-        if self.is_active_in(trainer) and trainer.world_size == 1:
+        """Delay Ctrl-C until the end of a step; several ranks also stop at the same step after other signals."""
+        if not self.is_active_in(trainer):
+            return
+        if trainer.world_size == 1:
             interrupts.hold(self.data)
+        else:
+            rank_stop.begin(self.data, trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Publish the DataModule's metrics before the callbacks that monitor them run."""
@@ -95,6 +100,8 @@ class DataHooks(SparseCallback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore other callbacks, also after an evaluation; exit if Ctrl-C was pressed meanwhile."""
         self._monitors.release()
+        if stage == "fit":
+            rank_stop.end(self.data)
         if stage == "fit" and interrupts.release(self.data):
             raise SystemExit(1)  # as Lightning does for Ctrl-C, which it ignores from here on
 

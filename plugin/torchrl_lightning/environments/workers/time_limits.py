@@ -10,11 +10,9 @@ from __future__ import annotations
 import faulthandler
 import math
 import os
-import select
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,6 +25,7 @@ from weakref import ref
 import gymnasium
 
 from torchrl_lightning._core.processes import after_fork, is_main_thread
+from torchrl_lightning._core.signal_observer import observer
 from torchrl_lightning.environments.env_errors import position
 
 _REMEDY = "Fix the environment, or increase step_timeout of its recipe."
@@ -118,20 +117,23 @@ class _Watchdog:
         self.handle_overdue: Callable[[str], object] = _write
         self._calls: list[ref[TimedCalls]] = []
         self._main = 0  # id of the main thread if signals can interrupt it
-        self._signals = self._wakeup = -1  # ends of the wake-up pipe: Python writes signal numbers to it
+        self._has_thread = False
+        self._sigterm = threading.Event()
 
     def add(self, calls: TimedCalls) -> None:
         self._calls = [*(reference for reference in self._calls if reference() is not None), ref(calls)]
-        if self._signals < 0:
-            self._signals, self._wakeup = os.pipe()
+        if not self._has_thread:
+            self._has_thread = True
             threading.Thread(target=self._run, name="environment-watchdog", daemon=True).start()
         if sys.platform != "win32" and is_main_thread() and signal.getsignal(signal.SIGURG) != self._interrupt:
             # The first environment may belong to another thread, and a Trainer restores the handlers of its start.
             signal.signal(signal.SIGURG, self._interrupt)  # ignored by default
             self._main = get_ident()
-            os.set_blocking(self._wakeup, False)
-            # Unlike a handler, this works while the main thread is outside Python. Lightning can still set its handler.
-            signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+            observer.add(self._note)  # Lightning can still set its handler for SIGTERM
+
+    def _note(self, number: int) -> None:
+        if number == signal.SIGTERM:
+            self._sigterm.set()
 
     def _live_calls(self) -> list[TimedCalls]:
         return [calls for reference in self._calls if (calls := reference()) is not None]
@@ -139,7 +141,8 @@ class _Watchdog:
     def _run(self) -> None:
         checked = monotonic()
         while True:
-            if self._sees_sigterm():
+            if self._sigterm.wait(_PERIOD):
+                self._sigterm.clear()
                 for calls in self._live_calls():
                     calls.end_soon()
             # Pauses of the whole process do not count: an overdue call must have time to notice its interruption.
@@ -153,14 +156,6 @@ class _Watchdog:
                     os._exit(128 + signal.SIGTERM if calls.is_ending else 1)
                 if seconds >= 0 and calls.thread == self._main:
                     calls.interrupt()
-
-    def _sees_sigterm(self) -> bool:
-        """Wait for the next check of the calls; return whether the process has received SIGTERM."""
-        if sys.platform == "win32":  # select does not support pipes
-            time.sleep(_PERIOD)
-            return False
-        ready = select.select([self._signals], [], [], _PERIOD)[0]
-        return bool(ready) and signal.SIGTERM in os.read(self._signals, 4096)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         for calls in self._live_calls():

@@ -1,0 +1,209 @@
+"""Stop all ranks of a run at the same step after a signal to any of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchrl_lightning._core.processes import is_main_thread
+from torchrl_lightning._core.ranks import this_rank, world_size
+from torchrl_lightning._core.signal_observer import observer
+from torchrl_lightning._core.slurm import job_id, requeue
+
+_TARGET = 0.5  # seconds between two agreements
+_PATIENCE = 30.0  # seconds until a process ends without an agreement
+_REPEATED = 1.0  # seconds in which further signals count as the same: schedulers and launchers send several
+_PRIORITY: list[int] = [signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if sys.platform != "win32" else [])]
+
+_NOTE = (
+    b"\nCtrl-C: the run stops when all ranks have completed a step. Press Ctrl-C again to stop now, without saving.\n"
+)
+
+
+class RankStop:
+    """Agree with the other ranks on the step at which all of them stop.
+
+    A rank that stops on its own leaves the others in a collective operation, and a checkpoint needs all ranks.
+    Therefore a signal only sets a flag. All ranks reduce their flags after the same number of steps, about twice a
+    second, and raise the same exception at the same step. A second signal, or 30 seconds without an agreement, ends the
+    process.
+
+    Attributes:
+        agreed: The signal at which the ranks have stopped, or None.
+    """
+
+    def __init__(self) -> None:
+        self.agreed: int | None = None
+        self._owner: object = None
+        self._device = torch.device("cpu")
+        self._launched: list[subprocess.Popen[bytes]] = []
+        self._handlers: dict[int, Any] = {}
+        self._signals: dict[int, float] = {}  # received signals and the time of the first one
+        self._steps = _Interval(1)
+        self._evaluation: _Interval | None = None
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether the ranks stop together now."""
+        return self._owner is not None
+
+    def begin(self, owner: object, trainer: Any) -> None:
+        """Handle Ctrl-C, SIGTERM and SLURM's SIGUSR1 for all ranks; do nothing with one rank or another owner."""
+        if self._owner is not None or world_size() == 1 or sys.platform == "win32" or not is_main_thread():
+            return
+        self._owner, self._device = owner, trainer.strategy.root_device
+        self._launched = getattr(trainer.strategy.launcher, "procs", [])
+        self.agreed, self._signals, self._steps = None, {}, _Interval(1)
+        handled = [signal.SIGTERM, *([signal.SIGUSR1] if job_id() is not None else [])]
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            handled.append(signal.SIGINT)
+        self._handlers = {number: signal.signal(number, _only_observed) for number in handled}
+        observer.add(self._note)
+
+    def end(self, owner: object) -> None:
+        """Restore the handlers, or wait for the processes of the other ranks if all have stopped."""
+        if self._owner is not owner or owner is None:
+            return
+        self._owner = None
+        observer.remove(self._note)
+        if self.agreed is None:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            return
+        # The process is about to end: a further signal from a launcher must not change its status.
+        for number in self._handlers:
+            signal.signal(number, signal.SIG_IGN)
+        for process in self._launched:
+            try:
+                process.wait(_PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    def check(self) -> None:
+        """Raise the common exception if any rank has received a signal; all ranks call it after the same steps.
+
+        Raises:
+            KeyboardInterrupt: A rank has received Ctrl-C.
+            SIGTERMException: A rank has received SIGTERM or SIGUSR1.
+        """
+        if self._owner is not None and self._steps.is_due():
+            self._agree(self._steps)
+
+    def check_evaluation(self) -> None:
+        """Raise the common exception within an evaluation, in which ranks may take different numbers of steps."""
+        if self._evaluation is not None and self._evaluation.is_due():
+            self._agree(self._evaluation)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Let the ranks stop within an evaluation that all of them make; wait until all have completed it."""
+        if self._owner is None:
+            yield
+            return
+        self._evaluation = _Interval(32)
+        try:
+            yield
+            while not self._agree(self._evaluation, is_done=True):
+                pass
+        finally:
+            self._evaluation = None
+
+    def _agree(self, interval: _Interval, is_done: bool = False) -> bool:
+        """Reduce the flags of all ranks; return whether all have completed the evaluation."""
+        priority = max((_PRIORITY.index(number) + 1 for number in self._signals), default=0)
+        # The maximum of the elapsed times is the same on all ranks, and so is the next interval.
+        values = torch.tensor([priority, not is_done, interval.elapsed()], dtype=torch.float32, device=self._device)
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        agreed, going, elapsed = values.tolist()
+        interval.renew(elapsed)
+        if agreed and self.agreed is None:
+            self._stop(_PRIORITY[int(agreed) - 1])
+        return not going
+
+    def _stop(self, number: int) -> None:
+        self.agreed = number
+        # Lightning's launcher kills all ranks as soon as one has ended, which may be before this one has closed.
+        self._launched, launched = list(self._launched), self._launched
+        launched.clear()
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+        raise SIGTERMException(128 + signal.SIGTERM)
+
+    def _note(self, number: int) -> None:
+        if number not in self._handlers:
+            return
+        now = monotonic()
+        first = min(self._signals.values(), default=now)
+        if now - first > _REPEATED:
+            _end_process(number, "by a second signal")
+        if not self._signals:
+            timer = threading.Timer(_PATIENCE, self._give_up, [number])
+            timer.daemon = True
+            timer.start()
+            if number == signal.SIGINT and this_rank() == 0:
+                os.write(2, _NOTE)
+        self._signals.setdefault(number, now)
+
+    def _give_up(self, number: int) -> None:
+        if self.agreed is None and self._owner is not None:
+            _end_process(number, f"because the other ranks did not agree to stop within {_PATIENCE:g} seconds")
+
+    @contextmanager
+    def requeued(self) -> Iterator[None]:
+        """Requeue SLURM's job once, after the block, if the ranks have stopped because of SIGUSR1."""
+        try:
+            yield
+        finally:
+            if self.agreed is not None and self.agreed not in (signal.SIGINT, signal.SIGTERM) and this_rank() == 0:
+                requeue()
+
+
+class _Interval:
+    """The number of steps until the next agreement, which is the same on all ranks.
+
+    Args:
+        steps: Steps until the first agreement.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._steps, self._count, self._begun = steps, 0, monotonic()
+
+    def is_due(self) -> bool:
+        """Count a step, and return whether the ranks agree after it."""
+        self._count += 1
+        return self._count >= self._steps
+
+    def elapsed(self) -> float:
+        """Return the seconds since the last agreement."""
+        return monotonic() - self._begun
+
+    def renew(self, elapsed: float) -> None:
+        """Adapt the interval to the elapsed seconds of the slowest rank."""
+        factor = min(max(_TARGET / max(elapsed, 1e-6), 0.25), 2.0)
+        self._steps, self._count, self._begun = max(int(self._steps * factor), 1), 0, monotonic()
+
+
+def _only_observed(number: int, frame: FrameType | None) -> None:
+    """Do nothing, because the observer has received the signal."""
+
+
+def _end_process(number: int, why: str) -> None:
+    os.write(2, f"\nrank {this_rank()} ended {why}; the last checkpoint is kept.\n".encode())
+    os._exit(128 + (number if number == signal.SIGINT else signal.SIGTERM))
+
+
+rank_stop = RankStop()
+"""The only instance, because a process has one handler for each signal."""

@@ -1,0 +1,64 @@
+"""Observe signals in a thread, also while the main thread is outside Python. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+from torchrl_lightning._core.processes import after_fork, is_main_thread
+
+Listener = Callable[[int], object]
+
+
+class SignalObserver:
+    """Call listeners with the number of each received signal that has a Python handler.
+
+    Python runs a handler when the main thread returns to Python. A process that waits in a library, for example for
+    other ranks, never runs it. Python writes the number to a pipe immediately, and a thread reads this pipe.
+    """
+
+    def __init__(self) -> None:
+        self._listeners: tuple[Listener, ...] = ()
+        self._written = -1  # write end of the pipe
+
+    def add(self, listener: Listener) -> None:
+        """Call a listener from now on, in the observer's thread; without effect on Windows or outside the main thread.
+
+        Another library may have replaced the file descriptor for signal numbers, so every call sets it again.
+        """
+        if sys.platform == "win32" or not is_main_thread():  # Windows accepts only sockets
+            return
+        if self._written < 0:
+            read, self._written = os.pipe()
+            os.set_blocking(self._written, False)
+            threading.Thread(target=self._run, args=(read,), name="signal-observer", daemon=True).start()
+        signal.set_wakeup_fd(self._written, warn_on_full_buffer=False)
+        if listener not in self._listeners:
+            self._listeners = (*self._listeners, listener)
+
+    def remove(self, listener: Listener) -> None:
+        """Stop calling a listener."""
+        self._listeners = tuple(known for known in self._listeners if known != listener)
+
+    def _run(self, read: int) -> None:
+        while numbers := os.read(read, 4096):
+            for number in numbers:
+                for listener in self._listeners:
+                    listener(number)
+
+
+observer = SignalObserver()
+"""The only instance, because a process has one file descriptor for signal numbers."""
+
+
+def _renew() -> None:
+    # The pipe of the parent must not receive the signals of a forked process, which has no observing thread.
+    if observer._written >= 0:
+        signal.set_wakeup_fd(-1)
+    observer.__init__()  # type: ignore[misc]
+
+
+after_fork(_renew)
