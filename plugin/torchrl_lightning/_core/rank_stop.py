@@ -41,13 +41,15 @@ class RankStop:
 
     Attributes:
         agreed: The signal at which the ranks have stopped, or None.
+        processes: The processes of the other ranks that this rank has launched and must wait for, by rank from 1 on.
     """
 
     def __init__(self) -> None:
         self.agreed: int | None = None
         self._owner: object = None
         self._device = torch.device("cpu")
-        self._launched: list[subprocess.Popen[bytes]] = []
+        self._launched: list[subprocess.Popen[bytes]] = []  # Lightning's list, which its observer of processes reads
+        self.processes: list[subprocess.Popen[bytes]] = []
         self._handlers: dict[int, Any] = {}
         self._signals: dict[int, float] = {}  # received signals and the time of the first one
         self._steps = _Interval(1)
@@ -64,7 +66,7 @@ class RankStop:
             return
         self._owner, self._device = owner, trainer.strategy.root_device
         self._launched = getattr(trainer.strategy.launcher, "procs", [])
-        self.agreed, self._signals, self._steps = None, {}, _Interval(1)
+        self.agreed, self._signals, self._steps, self.processes = None, {}, _Interval(1), []
         handled = [signal.SIGTERM, *([signal.SIGUSR1] if job_id() is not None else [])]
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             handled.append(signal.SIGINT)
@@ -77,14 +79,10 @@ class RankStop:
             return
         self._owner = None
         observer.remove(self._note)
-        if self.agreed is None:
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
-            return
-        # The process is about to end: a further signal from a launcher must not change its status.
-        for number in self._handlers:
-            signal.signal(number, signal.SIG_IGN)
-        for process in self._launched:
+        for number, handler in self._handlers.items():
+            # After an agreement the process is about to end: further signals of a launcher must not change its status.
+            signal.signal(number, handler if self.agreed is None else signal.SIG_IGN)
+        for process in self.processes:
             try:
                 process.wait(_PATIENCE)
             except subprocess.TimeoutExpired:
@@ -133,14 +131,21 @@ class RankStop:
 
     def _stop(self, number: int) -> None:
         self.agreed = number
-        # Lightning's launcher kills all ranks as soon as one has ended, which may be before this one has closed.
-        self._launched, launched = list(self._launched), self._launched
-        launched.clear()
+        self.keep_process()
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         from lightning.pytorch.utilities.exceptions import SIGTERMException
 
         raise SIGTERMException(128 + signal.SIGTERM)
+
+    def keep_process(self) -> None:
+        """Let this process close and report before it ends.
+
+        Lightning's observer kills all ranks within five seconds after one has ended. It stops when its list is empty.
+        """
+        if self._launched:
+            self.processes = list(self._launched)
+            self._launched.clear()
 
     def _note(self, number: int) -> None:
         if number not in self._handlers:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 Value = TypeVar("Value")
+_LOST = re.compile(r"gloo/transport|Connection (closed|reset) by peer|Broken pipe|NCCL|remote process", re.IGNORECASE)
 
 
 def is_distributed() -> bool:
@@ -40,6 +42,11 @@ def all_gather(value: Value) -> list[Value]:
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Return whether an error of a collective operation means that another rank has ended."""
+    return world_size() > 1 and isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
 
 
 def state_of_rank(states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:

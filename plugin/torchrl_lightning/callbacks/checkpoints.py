@@ -17,6 +17,7 @@ from torchrl_lightning._core.interrupts import interrupts
 from torchrl_lightning._core.metric_logging import EVALUATION
 from torchrl_lightning._core.protocols import DataApi
 from torchrl_lightning._core.rank_stop import rank_stop
+from torchrl_lightning._core.ranks import is_lost_rank
 from torchrl_lightning.callbacks.checkpoint_io import use_atomic_checkpoints
 from torchrl_lightning.callbacks.monitors import check_monitor, episode_metrics, unknown_metric
 from torchrl_lightning.callbacks.sparse import SparseCallback
@@ -103,8 +104,8 @@ class LastCheckpoint(SparseCallback, Checkpoint):
             return
         reason = type(exception).__name__
         if trainer.world_size > 1 and rank_stop.agreed is None:
-            kept = f"{self.path} keeps the state before" if self.path.exists() else "there is no checkpoint yet"
-            logger.warning("rank %d stopped by %s; %s.", trainer.global_rank, reason, kept)
+            if not is_lost_rank(exception):
+                logger.warning("rank %d stopped by %s; %s", trainer.global_rank, reason, resume_hint(self.path))
             return
         if interrupts.interrupted_within_step:
             checkpoint = f"{self.path} is the previous state" if self.path.exists() else "there is no checkpoint yet"
@@ -150,6 +151,13 @@ class LastCheckpoint(SparseCallback, Checkpoint):
     def _save(self, trainer: Trainer) -> None:
         if not _is_fast_dev_run(trainer):
             trainer.save_checkpoint(self.path, weights_only=False)
+
+
+def resume_hint(path: Path) -> str:
+    """Return how to resume a run from its last regular checkpoint, if it has one."""
+    if not path.exists():
+        return "there is no checkpoint yet."
+    return f"to resume, run the same command with ckpt_path={path}"
 
 
 def _is_fast_dev_run(trainer: Any) -> bool:

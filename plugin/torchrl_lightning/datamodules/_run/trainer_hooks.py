@@ -106,8 +106,10 @@ class DataHooks(SparseCallback):
             raise SystemExit(1)  # as Lightning does for Ctrl-C, which it ignores from here on
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restore other callbacks."""
+        """Restore other callbacks, and let this rank report the failure."""
         self._monitors.release()
+        if self.is_active_in(trainer):
+            rank_stop.keep_process()
 
     def _delayed_metrics(self, trainer: Trainer, pl_module: LightningModule) -> tuple[str, ...]:
         """Return the metrics that exist only after the first finished episode, in training or in an evaluation."""
