@@ -40,11 +40,13 @@ class RankStop:
     process.
 
     Attributes:
+        is_active: Whether a run of several ranks is going to stop together.
         agreed: The signal at which the ranks have stopped, or None.
         processes: The processes of the other ranks that this rank has launched and must wait for, by rank from 1 on.
     """
 
     def __init__(self) -> None:
+        self.is_active = False
         self.agreed: int | None = None
         self._owner: object = None
         self._device = torch.device("cpu")
@@ -55,16 +57,11 @@ class RankStop:
         self._steps = _Interval(1)
         self._evaluation: _Interval | None = None
 
-    @property
-    def is_active(self) -> bool:
-        """Return whether the ranks stop together now."""
-        return self._owner is not None
-
     def begin(self, owner: object, trainer: Any) -> None:
         """Handle Ctrl-C, SIGTERM and SLURM's SIGUSR1 for all ranks; do nothing with one rank or another owner."""
         if self._owner is not None or world_size() == 1 or sys.platform == "win32" or not is_main_thread():
             return
-        self._owner, self._device = owner, trainer.strategy.root_device
+        self.is_active, self._owner, self._device = True, owner, trainer.strategy.root_device
         self._launched = getattr(trainer.strategy.launcher, "procs", [])
         self.agreed, self._signals, self._steps, self.processes = None, {}, _Interval(1), []
         handled = [signal.SIGTERM, *([signal.SIGUSR1] if job_id() is not None else [])]
@@ -77,7 +74,7 @@ class RankStop:
         """Restore the handlers, or wait for the processes of the other ranks if all have stopped."""
         if self._owner is not owner or owner is None:
             return
-        self._owner = None
+        self.is_active, self._owner = False, None
         observer.remove(self._note)
         for number, handler in self._handlers.items():
             # After an agreement the process is about to end: further signals of a launcher must not change its status.

@@ -90,8 +90,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         frames_per_batch: frames of a rollout on each rank, a multiple of the number of environments. For a collector
             with workers it is the rollout of one worker.
         total_frames: environment frames, summed over ranks, after which training stops, also as ``1e5``; -1 for never.
-            Rollouts are whole. Replayed steps are counted separately; the same number of them without a new frame
-            also stops training.
+            Rollouts are whole. Replayed steps count separately; as many of them without a new frame also stop training.
         collector: a callable that takes the policy and returns any TorchRL collector; by default a
             :class:`~torchrl_lightning.GymnasiumCollector` over ``env``, or TorchRL's own for a TorchRL environment. Its
             parameters ``seed`` and ``reset_at_each_batch``, if it has them, receive the seed of the rank and the
@@ -99,9 +98,8 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
             environment and sizes: its workers divide ``num_envs``, and the ranks divide its ``num_collectors``.
         reset_at_each_batch: begin each rollout with a seeded reset; rollouts need several steps then. This cuts
             episodes, but a resumed run equals an uninterrupted one bit for bit, although environments are not stored.
-        eval_env: the environment of evaluation episodes, in the form of ``env``; by default a new ``env``. An error is
-            raised if collection steps a different environment. A given ``eval_env`` may differ in its wrappers, with a
-            warning.
+        eval_env: the environment of evaluation episodes, in the form of ``env``; by default a new ``env``. It must be
+            the environment that collection steps. Other wrappers are allowed, with a warning.
         eval_episodes: finished episodes of one evaluation.
         eval_num_envs: parallel environments of an evaluation.
         eval_mode: ``deterministic`` plays the mode of the policy's distribution, ``sampled`` a sample of it.
@@ -141,11 +139,9 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
     seed: int | None = None
 
     buffer_class: ClassVar[type] = object
-    stream_kind: ClassVar[str | None] = None
-    """Kind of data, matched against ``stream_kind`` of a learner."""
+    stream_kind: ClassVar[str | None] = None  # must equal the stream_kind of a learner
     suggested_model: ClassVar[str] = ""
-    drops_reset_rows: ClassVar[bool] = False
-    """Whether reset rows are dropped, so that vector environments in mode ``NEXT_STEP`` are accepted."""
+    drops_reset_rows: ClassVar[bool] = False  # if true, vector environments in mode NEXT_STEP are accepted
     RUN_STATE: ClassVar[Mapping[str, Attribute]] = {
         "frames": Attribute(bounded_integer(), "_clock.frames"),
         "replayed": Child(attribute="_clock"),
@@ -156,7 +152,6 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         "collector": Attribute(optional(mapping), "_stream.collector_state"),
         "evaluation_due": Attribute(flag, "_due_evaluation.is_due"),
     }
-    """Name and attribute of each state entry that a rank needs to resume."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -174,10 +169,11 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         self._due_evaluation = DueEvaluation(self)
         self._episodes = FinishedEpisodes(self.num_envs)
         check_normalization(self, self.normalize_observation, self.normalize_reward)
-        bounds = self.normalize_clip, self.normalize_epsilon
-        self._normalization = Normalization(
-            self.normalize_observation, self.normalize_reward, *bounds, frozen=self.freeze_statistics
+        entries, bounds = (
+            (self.normalize_observation, self.normalize_reward),
+            (self.normalize_clip, self.normalize_epsilon),
         )
+        self._normalization = Normalization(*entries, *bounds, frozen=self.freeze_statistics)
         self._stream = CollectorStream(self._episodes, self._normalization)
         self._metrics: dict[str, float] = {}
 
@@ -219,8 +215,6 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last rollout or epoch: episode means, ``time/*`` seconds, and metrics of parts."""
         return {**self._clock.metrics(), **self._stream.api.metrics(), **self._metrics}
-
-    # ------------------------------------------------------------------ Lightning's hooks
 
     def setup(self, stage: str) -> None:
         """Build environment and buffer and draw a missing seed, once; later calls change nothing.
@@ -290,8 +284,6 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
             self._stream.close()
         finally:
             self._environments.close()
-
-    # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state of all ranks for a resumed run, as tensors and scalars."""

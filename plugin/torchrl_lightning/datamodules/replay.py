@@ -57,9 +57,8 @@ class ReplayDataModule(UpdatesDataModule):
     """Serve batches from a replay buffer and collect frames in a fixed ratio to updates.
 
     An epoch has ``updates_per_epoch`` updates. Before update ``u`` (counted from 0 over the whole run) each rank has
-    collected ``warmup_frames + u * frames_per_update`` frames, rounded up to a multiple of ``frames_per_batch``. The
-    ratio is exact, also after a resume. A batch is drawn when its update begins. After each update the buffer receives
-    the priorities that the loss wrote into the batch.
+    collected ``warmup_frames + u * frames_per_update`` frames, rounded up to a multiple of ``frames_per_batch``, also
+    after a resume. A batch is drawn when its update begins. Afterwards the buffer receives the priorities of the loss.
 
     Args:
         buffer: a callable that takes ``num_envs``, optionally also ``gamma``, and returns the replay buffer of a rank.
@@ -71,22 +70,19 @@ class ReplayDataModule(UpdatesDataModule):
             ``num_envs`` is 1, and loggers count updates. With ``frames_per_update``, collected steps follow the data
             and overwrite them in a full buffer. The metadata define how an episode ends; the default is termination.
         dataset_share: the share of each batch that is drawn from the data (RLPD, Ball et al. 2023). The data then have
-            their own buffer and are never overwritten; collection does not change. If None, data and collected steps
-            share one buffer and are sampled alike.
+            their own buffer and are never overwritten. By default, data and collected steps share one buffer.
         batch_size: samples (or sequences) in a batch.
         updates_per_epoch: updates of one epoch.
-        frames_per_update: new frames for each update, over all environments of this rank; may be below 1. If None, 1,
-            and 0 with a data set.
-        warmup_frames: frames collected with random actions before the first update; a collector given as
-            ``collector=`` needs its own ``init_random_frames`` for them. If None, 1000, and 0 with a data set.
-        write_back: keys that the module may rewrite in a batch; the rewritten entries replace the stored ones. If None,
-            the keys that the module's method ``rewritten_keys(batch)`` returns, if it has one.
-        checkpoint_buffer: ``"inside"`` the checkpoint; ``"beside"`` it, in ``buffer_dir``, written once for each state,
-            and without a copy if the cells are memory-mapped files; or ``"none"``: a resumed run then collects
-            ``warmup_frames`` again, with a warning. With several ranks ``"inside"`` means ``"beside"``, because each
-            rank writes its own buffer.
-        buffer_dir: the folder for ``"beside"``; ``buffer`` below the trainer's root folder if None.
-        frames_per_batch: frames collected at a time; one step of every environment if None.
+        frames_per_update: new frames per update of this rank; may be below 1. Default: 1, or 0 with a data set.
+        warmup_frames: frames collected with random actions before the first update. A collector given as
+            ``collector=`` needs its own ``init_random_frames`` for them. Default: 1000, or 0 with a data set.
+        write_back: keys that the module may rewrite in a batch; the rewritten entries replace the stored ones.
+            Default: the keys that the module's method ``rewritten_keys(batch)`` returns, if it has one.
+        checkpoint_buffer: ``"inside"`` stores the buffer in the checkpoint. ``"beside"`` stores it in ``buffer_dir``,
+            once for each state, and without a copy if the cells are memory-mapped files. After ``"none"``, a resumed
+            run collects ``warmup_frames`` again. With several ranks ``"inside"`` means ``"beside"``.
+        buffer_dir: the folder for ``"beside"``; by default ``buffer`` below the trainer's root folder.
+        frames_per_batch: frames collected at a time; by default one step of every environment.
 
     The other arguments are documented in :class:`UpdatesDataModule`.
 
@@ -146,8 +142,7 @@ class ReplayDataModule(UpdatesDataModule):
         # An exact fraction: in floating point 30 * 0.1 exceeds 3, so that a fourth frame would be collected.
         self._ratio = exact_ratio(self.frames_per_update)
         self._clock.announce_warmup(self.warmup_frames)
-        self.updates = 0
-        """Number of drawn batches."""
+        self.updates = 0  # number of drawn batches
         self._refill_frames = 0  # frames that are collected again because a checkpoint had no buffer
         self._dataset: BufferedDataset | None = None  # until the buffer is filled
         self._source: Any = None  # a BatchSource after setup
@@ -296,9 +291,8 @@ class ReplayDataModule(UpdatesDataModule):
         while self._waits_for_frames() or not len(self._write_target):
             if not self._collect_frames(learner):
                 return None
-            if interrupts.pending and interrupts.between_steps:
+            if interrupts.between_steps and (interrupts.pending or rank_stop.is_active):
                 interrupts.check()
-            if interrupts.between_steps:
                 rank_stop.check()
         collected = time.perf_counter()
         batch, self._resumed_batch = self._resumed_batch, None
@@ -326,8 +320,8 @@ class ReplayDataModule(UpdatesDataModule):
     def _waits_for_frames(self) -> bool:
         """Return whether the next update needs more frames than the run has collected."""
         collected = (self._clock.frames + self._clock.replayed) // self._num_ranks
-        frames = collected - self.warmup_frames - self._refill_frames
-        return self.updates * self._ratio.numerator > frames * self._ratio.denominator
+        frames = (collected - self.warmup_frames - self._refill_frames) * self._ratio.denominator
+        return self.updates * self._ratio.numerator > frames
 
     def _is_finished(self) -> bool:
         """Return whether all frames are collected and all their updates are made."""
@@ -454,7 +448,7 @@ class ReplayDataModule(UpdatesDataModule):
             return {}
         state = {} if self.make_source is None else {"source": self._source.state_dict()}
         if self._buffer_mode == "inside":
-            return {**state, "buffer": self.buffer.state_dict()}
+            return state | {"buffer": self.buffer.state_dict()}
         return state if self._snapshot is None else {**state, "snapshot": self._snapshot}
 
     def save_buffer(self) -> bool:

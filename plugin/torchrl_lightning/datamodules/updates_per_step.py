@@ -231,11 +231,10 @@ class UpdatesDataModule(ExperienceDataModule):
 
     def _begin_step(self) -> None:
         """End the run if Ctrl-C was pressed; allow Ctrl-C to end it until the batch of the step is drawn."""
-        if interrupts.pending:
+        if interrupts.pending or rank_stop.is_active:
             interrupts.check()
-        interrupts.between_steps = True
-        if rank_stop.is_active:
             rank_stop.check()
+        interrupts.between_steps = True
 
     def _batches_of_step(
         self, draw: Callable[[int], TensorDictBase | None], first: TensorDictBase, later: range

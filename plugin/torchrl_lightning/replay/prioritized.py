@@ -66,12 +66,11 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
         eps: added to every priority.
         dtype: dtype of priorities and trees, or its name.
         reduction: reduces further dimensions to one priority per cell: max, min, mean or median.
-        max_priority_within_buffer: give new data the highest stored priority instead of the highest priority ever set.
+        max_priority_within_buffer: give new data the highest stored priority, not the highest one ever set.
         device: device of the trees; the CPU by default.
         priority_key: the entry for the new priorities of a loss; the sampler only stores this key.
         stratified: one draw from each of ``B`` equal parts of the total priority; otherwise independent draws.
-        weight_norm: ``"batch"`` or ``"buffer"`` scales the largest weight of the batch or buffer to 1; None does not
-            scale.
+        weight_norm: ``"batch"`` or ``"buffer"`` scales the largest weight of the batch or buffer to 1; None does not.
         initial_priority: lowest priority of new data.
         batch_length: steps of a window; None for single cells, ``[B]``. A sampler built with None draws only single
             cells, unless ``num_earliest_frames_ignored`` is set.
@@ -99,9 +98,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
         "beta": Attribute(number(0), "_beta"),
         "eps": Attribute(attribute="table.eps"),
         "capacity": Attribute(attribute="table.capacity", argument="max_capacity"),
-        "leaves": Attribute(
-            check_for=lambda sampler: tensor(sampler.dtype, None, anywhere=True), attribute="table.leaves"
-        ),
+        "leaves": Attribute(check_for=lambda each: tensor(each.dtype, None, anywhere=True), attribute="table.leaves"),
         "priorities": Attribute(any_value, "table.saved_priorities"),
         "generations": Attribute(any_value, "table.saved_generations"),
         "largest": Attribute(number(0), "table.largest"),
@@ -499,6 +496,5 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
         self._limited_by = ()
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(max_capacity={self.max_size}, alpha={self.alpha}, beta={self.beta}, eps={self.eps})"
-        )
+        name = type(self).__name__
+        return f"{name}(max_capacity={self.max_size}, alpha={self.alpha}, beta={self.beta}, eps={self.eps})"

@@ -54,9 +54,8 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
         size: capacity along time.
         estimator: computes advantages from rewards and values; :class:`GAE` by default.
         device: device of the rollout.
-        actor: TensorDict policy for V-trace; :meth:`before_gradients` can override it.
-        critic: writes the values, and ``intrinsic_state_value`` if the rollout has intrinsic rewards;
-            :meth:`before_gradients` can override it.
+        actor: TensorDict policy for V-trace; :meth:`before_gradients` can override actor and critic.
+        critic: writes the values, and ``intrinsic_state_value`` if the rollout has intrinsic rewards.
         intrinsic_critic: writes ``intrinsic_state_value`` when the critic does not.
         algorithm: any object with ``gamma``, optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``;
             the buffer reads them at each use.
@@ -168,8 +167,6 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
         super().__setstate__(state)
         self.set_rng(self.generator)  # all parts of a copy also share one generator
 
-    # ---- the storage ------------------------------------------------------------------------------------------------
-
     @property
     def size(self) -> int:
         """Capacity along time."""
@@ -201,8 +198,6 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
         """Read the state from a folder; a damaged or incompatible state changes nothing."""
         self.load_state_dict(read_state_folder(Path(path)))
 
-    # ---- the settings that may change -------------------------------------------------------------------------------
-
     @property
     def _parameters(self) -> Mapping[str, Check]:
         """Validator of each setting that :meth:`update_storage_parameter` can change."""
@@ -219,8 +214,6 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
     def is_recurrent(self) -> bool:
         """Whether mini-batches are whole environments; by default if a recurrent state is stored."""
         return self.storage.layout.has_entries(self.recurrent_keys) if self.recurrent is None else self.recurrent
-
-    # ---- settings of the estimates ----------------------------------------------------------------------------------
 
     @property
     def estimator(self) -> Estimator:
@@ -281,8 +274,6 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
         """Keys of the extrinsic and intrinsic values."""
         return [self.stream.value, INTRINSIC.value]
 
-    # ---- writing ----------------------------------------------------------------------------------------------------
-
     def _write_slice(self, data: TensorDictBase, time_dim: int | None, copy: bool) -> None:
         data = self._without_estimates(data)
         if len(self.transform):
@@ -340,8 +331,6 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
         self._consumed = False
         self.hooks.discard()
         super().empty(empty_write_count)
-
-    # ---- estimates --------------------------------------------------------------------------------------------------
 
     @property
     def rollout(self) -> TensorDict:
@@ -427,8 +416,6 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
         self._consumed = True
         return info
 
-    # ---- reading ----------------------------------------------------------------------------------------------------
-
     @overload
     def sample(self, batch_size: int | None = None) -> TensorDictBase: ...
     @overload
@@ -470,8 +457,6 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
                     yield self.transform(batch) if len(self.transform) else batch
 
         return batches()
-
-    # ---- hooks that DataModules call around a rollout ---------------------------------------------------------------
 
     @property
     def replay(self) -> ReplaySource | None:
