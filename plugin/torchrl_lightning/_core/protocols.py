@@ -273,8 +273,8 @@ class DataApi(_View):
         dataset_share: The setting of this name.
         terminated: The setting of this name.
         eval_env: The environment of evaluations.
-        film: Write a video of one episode of a policy in ``eval_env``.
-        imagines: Return whether batches hold rows that a learner's world model imagines.
+        record_video: Write a video of one episode of a policy in ``eval_env``.
+        has_imagined_rows: Return whether batches hold rows that a learner's world model imagines.
         check_state: Validate a state of a checkpoint before it is loaded.
         metrics: Return the metrics of the last rollout or epoch.
         episode_metrics: The names of metrics that exist from the first finished episode on.
