@@ -38,7 +38,7 @@ class RunState(Stateful):
         self.data = data
 
     def _entries(self) -> list[tuple[str, Attribute, str]]:
-        return [(name, entry, f"data.{entry.at or name}") for name, entry in self.data.RUN_STATE.items()]
+        return [(name, entry, f"data.{entry.attribute or name}") for name, entry in self.data.RUN_STATE.items()]
 
 
 class RebuildableDataModule(PickleByValueMixin):
