@@ -89,7 +89,7 @@ def copy_expanded_tensors(node: Any) -> Any:
     """Return a node of a checkpoint with copies of expanded tensors, because readers reject repeated memory.
 
     Examples:
-        >>> with_own_numbers({"a": torch.zeros(1).expand(3)})["a"].stride()
+        >>> copy_expanded_tensors({"a": torch.zeros(1).expand(3)})["a"].stride()
         (1,)
     """
     if isinstance(node, Tensor):
