@@ -16,7 +16,7 @@ class IncompatibleError(ValueError):
 
 
 def check_compatible(part: Any, *others: Any) -> None:
-    """Check by its method ``check`` that a part fits others; raise IncompatibleError with the reason if it does not.
+    """Check with the method ``incompatibility`` that a part fits others; raise IncompatibleError if it does not.
 
     Examples:
         >>> class Stack:
@@ -71,7 +71,7 @@ def autocast_dtype(trainer: Any) -> Any:
 
     Examples:
         >>> from lightning import Trainer
-        >>> learning_dtype(Trainer(accelerator="cpu", precision="bf16-mixed", logger=False, barebones=True))
+        >>> autocast_dtype(Trainer(accelerator="cpu", precision="bf16-mixed", logger=False, barebones=True))
         torch.bfloat16
     """
     plugin = None if trainer is None else trainer.precision_plugin

@@ -71,7 +71,7 @@ def check_spec_names(paths: Iterable[tuple[Any, ...]]) -> None:
         paths: The path of each entry from the root.
 
     Examples:
-        >>> check_names([("arm", "shape")])
+        >>> check_spec_names([("arm", "shape")])
         Traceback (most recent call last):
         ValueError: the names of observations must be strings, not empty, and none of device, dtype, shape, space, got \
 'arm.shape'. Rename them by rename={arm.shape: last_shape} of an EnvironmentRecipe (in a command, env=recipe \
@@ -112,7 +112,7 @@ def check_not_reserved(names: Iterable[str], suggestions: Mapping[str, str] = Ma
         suggestions: The suggested new names of some entries.
 
     Examples:
-        >>> check_observed(["observation", "gamma"])
+        >>> check_not_reserved(["observation", "gamma"])
         Traceback (most recent call last):
         ValueError: the names of observations must not be names of other entries of a run, which would overwrite them, \
 got 'gamma'. Rename them by rename={gamma: last_gamma} of an EnvironmentRecipe (in a command, env=recipe \

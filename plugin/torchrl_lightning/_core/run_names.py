@@ -91,7 +91,7 @@ def final_overrides(overrides: Iterable[str]) -> list[str]:
     """Sort the overrides of a run, the last one for each setting, without ``ckpt_path`` and ``trusted``.
 
     Examples:
-        >>> told(["seed=3", "ckpt_path=auto", "env=acrobot", "seed=4"])
+        >>> final_overrides(["seed=3", "ckpt_path=auto", "env=acrobot", "seed=4"])
         ['env=acrobot', 'seed=4']
     """
     last_override = {override.lstrip("+~").partition("=")[0]: override for override in overrides}

@@ -9,9 +9,9 @@ def closest_name(word: str, names: Iterable[str], cutoff: float = 0.65) -> str |
     """Return the name that is most similar to a word, or None if no similarity reaches ``cutoff``.
 
     Examples:
-        >>> nearest("gama", ["size", "gamma", "gae_lambda"])
+        >>> closest_name("gama", ["size", "gamma", "gae_lambda"])
         'gamma'
-        >>> nearest("colour", ["size", "gamma", "gae_lambda"])
+        >>> closest_name("colour", ["size", "gamma", "gae_lambda"])
     """
     from difflib import get_close_matches
 

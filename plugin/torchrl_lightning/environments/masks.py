@@ -95,7 +95,7 @@ def nonempty_mask(mask: Tensor) -> Tensor:
     """Return a boolean mask; rows without an allowed choice, as at the end of an episode, become all true.
 
     Examples:
-        >>> usable(torch.tensor([[1, 0], [0, 0]], dtype=torch.int8))
+        >>> nonempty_mask(torch.tensor([[1, 0], [0, 0]], dtype=torch.int8))
         tensor([[ True, False],
                 [ True,  True]])
     """

@@ -51,7 +51,7 @@ class ObservationNormalizer(nn.Module):
         >>> normalizer = ObservationNormalizer(environment_specs(make_vector_env("CartPole-v1", 1)), True, 10.0)
         >>> observations = torch.tensor([[0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 5.0]])
         >>> normalizer.advance({"observation": Moments.from_samples(observations)})
-        >>> normalizer.normalized("observation", torch.tensor([2.0, 3.0, 3.0, 1.0]))
+        >>> normalizer.normalize("observation", torch.tensor([2.0, 3.0, 3.0, 1.0]))
         tensor([ 1.,  1.,  0., -3.])
     """
 

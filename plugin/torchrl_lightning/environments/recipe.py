@@ -367,7 +367,7 @@ def to_plain(value: Any) -> Any:
     """Return a setting as plain data (numbers, strings, lists, dicts); other objects by name, exports by public name.
 
     Examples:
-        >>> plain([TimeLimit, partial(TimeLimit, max_episode_steps=9), np.float32(2)])
+        >>> to_plain([TimeLimit, partial(TimeLimit, max_episode_steps=9), np.float32(2)])
         ['gymnasium.wrappers.common.TimeLimit', {'_target_': 'gymnasium.wrappers.common.TimeLimit', \
 'max_episode_steps': 9}, 2.0]
     """

@@ -21,8 +21,8 @@ class SampleCounter:
     Examples:
         >>> import torch
         >>> counter = SampleCounter(length=4, num_envs=1)
-        >>> counter.note(torch.tensor([3, 3, 0]), torch.tensor([4, 4, 4]))
-        >>> counter.number, counter.mean_age, counter.most
+        >>> counter.update(torch.tensor([3, 3, 0]), torch.tensor([4, 4, 4]))
+        >>> counter.num_samples, counter.mean_age, counter.most
         (3, 1.0, 2)
     """
 
