@@ -268,11 +268,11 @@ def with_wrapper(name):
 
 def test_recipe_of_a_checkpoint_may_name_the_wrappers_of_an_extra_where_it_is_installed(monkeypatch):
     missing = "minigrid.wrappers.NoDeath"
-    trust._of_others.cache_clear()
+    trust._external_class.cache_clear()
     monkeypatch.setitem(sys.modules, "minigrid.wrappers", None)  # as if it were not installed
     with pytest.raises(ValueError, match=rf"wrappers.0..*'{missing}'"):
         extract_config(with_wrapper(missing), "a.ckpt", "data")
-    trust._of_others.cache_clear()
+    trust._external_class.cache_clear()
     monkeypatch.undo()
     need_extra("minigrid")
     assert extract_config(with_wrapper(missing), "a.ckpt", "data") == with_wrapper(missing)[CONFIG]

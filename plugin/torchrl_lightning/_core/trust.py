@@ -70,7 +70,6 @@ _EXTERNAL_CLASSES = {
         SelectTransform SignTransform SqueezeTransform StepCounter TimeMaxPool ToTensorImage UnsqueezeTransform
     """,
 }
-_COLLECTOR = "torchrl_lightning.collectors.base.CollectorBase"
 # Bases of our classes that a file may name: learners, planners, fits, transforms; streams; wrappers; buffers and their
 # parts. Allowed classes without one of these bases derive from :class:`ConfigSafe`.
 _ALLOWED_BASES = (
@@ -81,7 +80,6 @@ _ALLOWED_BASES = (
     "torchrl.data.replay_buffers.Storage",
     "torchrl.data.replay_buffers.Sampler",
     "torchrl.data.replay_buffers.Writer",
-    _COLLECTOR,
 )
 _ENVIRONMENTS = ("torchrl.envs.GymEnv", "torchrl.envs.DMControlEnv")
 _RECIPE = "torchrl_lightning.EnvironmentRecipe"
@@ -112,6 +110,10 @@ _FOLDER_ARGUMENT = re.compile(r"(?:.*_)?(?:dir|dirpath|file|filename|folder|path
 
 class ConfigSafe:
     """A part that a file may name: it is built from plain values, and each folder must be an argument of its own."""
+
+
+class StartsProcesses(ConfigSafe):
+    """A part that a file may name only as a partial, because building it starts processes."""
 
 
 def check_config(node: Any, *, where: str, trusted: bool = False, folders: bool = True) -> None:
@@ -256,7 +258,11 @@ class _ConfigValidator:
             return
         if canonical == _RECIPE:
             yield from self._recipe_errors(node, path)
-        elif _is_subclass(target_object, _COLLECTOR) and node.get("_partial_") is not True:
+        elif (
+            isinstance(target_object, type)
+            and issubclass(target_object, StartsProcesses)
+            and node.get("_partial_") is not True
+        ):
             yield f"{path or 'it'} builds a collector, which starts processes"
 
     def _argument_errors(self, canonical: str, key: Any, value: Any, path: str, in_environment: bool) -> Iterator[str]:

@@ -15,6 +15,7 @@ from torchrl.envs.utils import ExplorationType
 
 from torchrl_lightning._core.state import Attribute, Stateful, bounded_integer, check_state, tensor
 from torchrl_lightning._core.torch_defaults import check_default_device
+from torchrl_lightning._core.trust import StartsProcesses
 from torchrl_lightning._core.validators import Checked, boolean, budget, check_defaults, frames, integer
 from torchrl_lightning.environments.backends.vector_env import make_vector_env
 from torchrl_lightning.environments.policy_calls import Policy, check_policy, dotted_name, load_weights
@@ -64,7 +65,7 @@ def check_replay(replay: ReplaySource | None, num_envs: int, owner: str) -> None
         )
 
 
-class CollectorBase(Stateful):
+class CollectorBase(Stateful, StartsProcesses):
     """Base class of collectors that yield ``frames_per_batch`` frames at a time, up to ``total_frames``."""
 
     OWNER, VERSION = "collector", 1
