@@ -180,7 +180,7 @@ def test_overdue_call_of_the_main_thread_is_interrupted_in_any_process(
     prepare: Callable[[], object], tmp_path: Path
 ) -> None:
     def waits() -> None:
-        time_limits._renew()  # the watchdog of a new process
+        time_limits._replace_watchdog()  # the watchdog of a new process
         signal.signal(signal.SIGURG, signal.SIG_DFL)
         prepare()
         calls = TimedCalls(0.2)
