@@ -149,7 +149,7 @@ def demonstrations(folder: Path) -> tuple[Any, Any]:
 STREAMS: dict[str, Callable[[Path], tuple[Any, Any]]] = {
     each.__name__: each for each in (ppo, normalized, deep_q, beside, dynamics, demonstrations)
 }
-COLLECTED = ["GymnasiumCollector._number_trajectories", "Feed.next", "FrameClock.add"]
+COLLECTED = ["GymnasiumCollector._number_trajectories", "CollectorStream.next", "FrameClock.add"]
 LEARNED = [
     "FusedAdam.step",
     "StepHooks.on_train_batch_end",
@@ -159,17 +159,17 @@ LEARNED = [
 SAVED = ["play_episodes", "DueEvaluation.end", "LastCheckpoint._save"]
 ALL = [*COLLECTED, *LEARNED, *SAVED]
 ROLLOUT = [
-    "OnPolicyDataModule._check",
-    "Normalization.rollout",
-    "RolloutWriter._cells",
-    "OnPolicyDataModule._note_pass",
+    "OnPolicyDataModule._check_rollout",
+    "Normalization.normalize_rollout",
+    "RolloutWriter._cell_coordinates",
+    "OnPolicyDataModule._record_position",
 ]
 BOUNDARIES: dict[str, list[str]] = {
     "ppo": [*ALL, *ROLLOUT],
     "normalized": ["FrameClock.add", *ROLLOUT],
-    "deep_q": [*ALL, "ReplayDataModule._take", "ExperienceBuffer.sample", "ReplayDataModule.apply_feedback"],
+    "deep_q": [*ALL, "ReplayDataModule._store", "ExperienceBuffer.sample", "ReplayDataModule.apply_feedback"],
     "beside": [
-        "ReplayDataModule._take",
+        "ReplayDataModule._store",
         "ReplayDataModule.apply_feedback",
         "BufferSnapshots.save",
         "_Progress.increment_started",
@@ -177,10 +177,10 @@ BOUNDARIES: dict[str, list[str]] = {
     "dynamics": [
         "DynamicsDataModule._collect_frames",
         "HoldoutSplit.extend",
-        "DynamicsDataModule._read",
+        "DynamicsDataModule._load_rows",
         "LastCheckpoint._save",
     ],
-    "demonstrations": ["Feed.next", "FrameClock.add", "OnPolicyDataModule._note_pass"],
+    "demonstrations": ["CollectorStream.next", "FrameClock.add", "OnPolicyDataModule._record_position"],
 }
 CASES = [(stream, name) for stream, names in BOUNDARIES.items() for name in names]
 
