@@ -1,4 +1,4 @@
-"""Compiled action bounds: set values that exceed a bound only by rounding to the bound."""
+"""Compiled action bounds: correct values that only rounding moved beyond a bound."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def set_to_bounds(actions: Any, bounds: Any) -> None:
-    """Set values that exceed a bound by rounding to the bound, in place; values farther outside stay (numba).
+    """Set values that rounding moved beyond a bound to the bound, in place; keep values farther outside (numba).
 
     Args:
         actions: ``[N, F]``; NaN stays.

@@ -1,7 +1,7 @@
 """Compile kernels with numba.
 
-A kernel is a plain function. The package's functions that it calls are compiled with it. numba's own functions have
-placeholders here, so that numba is imported with the first kernel only; the import takes half a second.
+A kernel is a plain function. The package's functions that a kernel calls are compiled with the kernel. numba's own
+functions have placeholders here, so that only the first kernel imports numba. The import takes half a second.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _numba() -> Any:
 
 
 def when_compiling(callback: Callable[[], None]) -> Callable[[], None]:
-    """Call ``callback`` instead of logging when compilation of a kernel starts; return a function that removes it.
+    """Call ``callback`` instead of logging when a kernel starts to compile; return a function to remove ``callback``.
 
     Compiling all kernels of a run can take many seconds. Kernels from the cache on disk are not compiled.
     """
@@ -97,7 +97,7 @@ def _callee(value: Any) -> Any:
 
 
 class Intrinsic:
-    """The placeholder of a function that only a compiled kernel can call."""
+    """A placeholder for a function that only a compiled kernel can call."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -107,7 +107,7 @@ class Intrinsic:
         raise TypeError(f"{self.name} can only be called by compiled kernels; call the kernel through jitted().")
 
 
-prefetch = Intrinsic("prefetch")  # (address): requests its cache line without waiting; any address is valid
+prefetch = Intrinsic("prefetch")  # (address): requests the address's cache line without waiting; any address is valid
 copy_bytes = Intrinsic("copy_bytes")  # (target address, source address, size)
 load = Intrinsic("load")  # (address): the int64 at this address
 pointer = Intrinsic("pointer")  # (address): a pointer for ``carray``
@@ -128,7 +128,7 @@ def _intrinsics() -> dict[str, Any]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, int32, int32, int32])
             function = builder.module.declare_intrinsic("llvm.prefetch", [byte_pointer], function_type)
-            # For reading (0), into the nearest cache (3), data (1).
+            # The constants select: read (0), nearest cache (3), data (1).
             builder.call(function, [builder.inttoptr(arguments[0], byte_pointer), int32(0), int32(3), int32(1)])
             return context.get_dummy_value()
 

@@ -35,8 +35,8 @@ def episode_bounds(env: Any, position: Any, rings: Any, episodes: Any, first: An
     Args:
         env: environments of the steps, ``[n]``.
         position: positions of the steps, ``[n]``.
-        rings: see the module.
-        episodes: see the module.
+        rings: see the module's docstring.
+        episodes: see the module's docstring.
         first: output: position of the episode's first step, ``[n]``; this step may be overwritten already.
         last: output: position of the episode's last step, ``[n]``.
     """
@@ -44,7 +44,8 @@ def episode_bounds(env: Any, position: Any, rings: Any, episodes: Any, first: An
     width = len(positions)
     for i in range(len(env)):
         ring = env[i]
-        # A first step stores its own position or its episode's last one. Other steps store the first one.
+        # The first step of an episode stores its own position or the position of the last step. Every other step stores
+        # the position of the first step.
         first[i] = start = min(column[position[i] % length * width + ring], position[i])
         if running[ring] and start == begin[ring]:
             last[i] = positions[ring] - 1
@@ -64,9 +65,9 @@ def checked_episode_bounds(
         position: as in :func:`episode_bounds`.
         rings: as in :func:`episode_bounds`.
         episodes: as in :func:`episode_bounds`.
-        clip: replace the first position by the oldest stored one if the first step is overwritten.
+        clip: replace the first position by the oldest stored position if the first step is overwritten.
         relative: write the distance from the step to the last position instead of the position.
-        first: output: position of the first step, ``[n]``; not written if empty.
+        first: output: position of the first step, ``[n]``; an empty array is not written.
         last: output: position of the last step, ``[n]``.
 
     Returns:

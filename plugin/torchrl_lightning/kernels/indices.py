@@ -1,4 +1,4 @@
-"""Index conversion and duplicates: indices are integers, and the last of equal indices counts."""
+"""Conversion of indices to integers, and removal of duplicates: the last of equal indices counts."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def write_returns(
         episodes: as in :func:`episode_bounds`.
         reward: rewards of all cells, ``[C, F]``.
         ends: markers of terminal steps in all cells, ``[C]``.
-        at_zero: whether zero marks a terminal step; otherwise nonzero does.
+        at_zero: whether zero marks a terminal step; if not, all other numbers mark it.
         shift: number of rows from a step to its reward.
         factors: gamma, and the bounds to which rewards are clipped.
         out: output: returns, ``[C, F]``.

@@ -21,11 +21,11 @@ def write(
     is_new: bool,
     power: tuple[float, float, float],
 ) -> tuple[int, int, int, float, int]:
-    """Set priorities and the sum tree over their powers (numba), after validating all arguments.
+    """Validate all arguments; set priorities, and the powers of these priorities in the sum tree (numba).
 
-    If ``is_new``, the cells were just written and all get the same priority. Otherwise each cell gets its own, and the
-    kernel skips empty cells and cells of another generation than ``drawn_generations`` (if given). It always skips -1.
-    Leaves outside of ``starts`` (see :class:`Starts`) are zero.
+    If ``is_new``, the cells were just written and all get the same priority. Otherwise each cell gets its own priority.
+    The kernel then skips empty cells and cells with another generation than ``drawn_generations`` (if given). The cell
+    -1 is always skipped. Leaves outside of ``starts`` (see :class:`ValidStarts`) are zero.
 
     Returns:
         Position of the first invalid index or priority, or -1; number of previously empty cells; change of the number
@@ -85,19 +85,18 @@ def draw(
     """Sample cells or starts of windows, with their importance weights and generations (numba).
 
     Args:
-        table: nodes of the sum tree (its sum is positive), priorities (only prefetched for the following update), and
+        table: nodes of the sum tree (with a positive sum), priorities (only prefetched for the next update), and
             generations.
         mass: uniform numbers in [0, 1), ``[B]``; overwritten.
         stratified: draw each cell from its own stratum.
         beta: the weights are ``(leaf / base) ** -beta``.
         base: divisor of the leaves; zero selects the smallest leaf of the batch.
         cells: output: cells, ``[B]``; with windows ``[B * T]``, one window after another.
-        weights: output: importance weights, like ``cells``; steps repeat the values of their window's first step, here
-            and below.
-        stamps: output: generations, like ``cells``.
-        windows: None for single cells, so that numba compiles a kernel without windows. Otherwise: steps of a window,
-            distance between cells of successive steps, number of cells (the last one is followed by the first), number
-            of nonzero leaves, and the output for leaves divided by the mean nonzero leaf.
+        weights: output: importance weights, like ``cells``; every step of a window has the weight of the first step.
+        stamps: output: generations, like ``cells``; every step of a window has the generation of the first step.
+        windows: None for single cells, so that numba compiles a kernel without windows. Otherwise a tuple: steps of a
+            window, distance between cells of successive steps, number of cells (the first cell follows the last),
+            number of nonzero leaves, and the output for leaves divided by the mean nonzero leaf.
     """
     nodes, priorities, generations = table
     count, width, total = len(mass), len(nodes) // 2, nodes[1]

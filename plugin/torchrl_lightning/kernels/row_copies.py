@@ -30,11 +30,11 @@ def write_steps(
     done: Any,
     init: Any,
 ) -> None:
-    """Write steps of some environments, time-major (numba). Python's signals cannot interrupt it.
+    """Write steps of some environments, time-major (numba). Python's signal handlers cannot interrupt the write.
 
     Args:
         sources: address of the rows of each leaf, ``[L]``; empty if the rows are already in their cells.
-        leaves: address of the cells and bytes of a row of each leaf, ``[L, 2]``.
+        leaves: for each leaf, the address of its cells and the bytes of a row, ``[L, 2]``.
         cells: output: cell of each row, ``[steps * M]``.
         ids: the environments, ``[M]``.
         in_lockstep: whether ``ids`` are all environments in order at the same position; rows are then one block.
@@ -67,7 +67,7 @@ def write_steps(
                     column[begin[env] % length * num_envs + env] = position - 1
                 else:
                     headless_end[env] = position - 1
-            # If the overwritten step was the first of its episode, keep the episode's last position, which it stores.
+            # An overwritten first step stores the last position of its episode. Keep this position.
             if oldest == position - length and column[cell] >= oldest:
                 headless_end[env] = column[cell]
             if not running[env]:
@@ -104,8 +104,8 @@ def gather(targets: Any, leaves: Any, first_after_leaf: int, cells: int, after: 
 
     Args:
         targets: output address of each leaf, ``[L]``.
-        leaves: address of the cells and bytes of a row of each leaf, ``[L, 2]``.
-        first_after_leaf: leaves from this one on read the cells ``after``.
+        leaves: for each leaf, the address of its cells and the bytes of a row, ``[L, 2]``.
+        first_after_leaf: number of the first leaf that reads the cells ``after``.
         cells: address of the cell numbers, int64.
         after: address of the second cell numbers, int64; may equal ``cells``.
         count: number of cells.

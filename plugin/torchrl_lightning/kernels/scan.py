@@ -3,15 +3,15 @@
     reverse:  y[t] = x[t] + c[t] * y[t+1],   y[T]  = initial
     forward:  y[t] = x[t] + c[t] * y[t-1],   y[-1] = initial
 
-On the CPU it is one numba pass over ``[T, N]``. On other devices, and under autograd, it is a torch scan: for short
-sequences a loop over time, for longer ones two levels (scan inside blocks, scan over the blocks' carries, combine).
-The two levels need ``O(log T)`` times a few kernels instead of ``T``.
+On the CPU, the recurrence is one numba pass over ``[T, N]``. On other devices, and under autograd, it is a torch scan.
+For short sequences, this scan is a loop over time. For longer sequences it has two levels (scan inside blocks, scan
+over the blocks' carries, combine), which launch ``O(log T)`` kernels instead of ``O(T)``.
 
-Each estimator has its own compiled kernel: temporal-difference errors, recurrence and targets are one pass. It
-processes its rows in blocks that fit into the first-level cache: flat loops write ``x`` and ``c`` into the outputs,
-:func:`scan_rows` runs the recurrence in place, and flat loops finish the block. The same kernel is therefore fast from
-one environment to thousands. It gets addresses instead of arrays: converting seven tensors to arrays takes longer than
-estimating a small rollout.
+Each estimator has its own compiled kernel, which computes temporal-difference errors, recurrence and targets in one
+pass. The kernel processes the rows in blocks that fit into the first-level cache: flat loops write ``x`` and ``c`` into
+the outputs, :func:`scan_rows` runs the recurrence in place, and flat loops finish the block. The same kernel is
+therefore fast from one environment to thousands. Kernels receive addresses instead of arrays, because converting seven
+tensors to arrays takes longer than estimating a small rollout.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EXAMPLE_ARRAYS: dict[torch.dtype, NDArray[Any]] = {
     torch.float32: np.empty(0, np.float32),
     torch.float64: np.empty(0, np.float64),
 }
-"""The dtypes of the compiled kernels; the array gives a kernel the type behind its addresses."""
+"""The dtypes of the compiled kernels. The empty array passes the dtype of the data at the addresses to a kernel."""
 
 
 def runs_on_numba(x: Tensor, *others: Tensor) -> bool:
@@ -67,7 +67,7 @@ def is_kernel_ready(floats: tuple[Tensor, ...], flags: tuple[Tensor, ...]) -> bo
 
 
 def as_contiguous(x: Tensor) -> Tensor:
-    """Detach a tensor and make it contiguous for a kernel; numpy raises an error for tensors without own memory."""
+    """Detach a tensor and make it contiguous for a kernel; numpy cannot convert tensors without own memory."""
     return torch.from_numpy(x.detach().contiguous().numpy())
 
 
@@ -88,12 +88,12 @@ def discounted_scan(
     Args:
         x: the inputs, any shape with at least one dimension, floating point.
         discount: a number, a scalar tensor or a tensor that broadcasts to the shape of ``x``.
-        initial: the value after the last step (before the first one if forward), zero by default; a number or a
-            tensor that broadcasts to the shape of ``x`` without ``dim``.
+        initial: the value after the last step (before the first step if ``reverse`` is False), zero by default; a
+            number or a tensor that broadcasts to the shape of ``x`` without ``dim``.
         reverse: run from the last step to the first.
         dim: the time dimension.
         backend: ``"numba"`` (CPU, float32 and float64, no gradient), ``"torch"`` (any device, differentiable in ``x``,
-            ``discount`` and ``initial``), or ``"auto"``, numba if possible.
+            ``discount`` and ``initial``), or ``"auto"`` (numba if possible).
 
     Returns:
         A new tensor with the shape, dtype and device of ``x``.
@@ -150,7 +150,7 @@ def _check(x: Tensor, dim: int, backend: str) -> None:
 
 
 def _expand(name: str, value: float | Tensor, like: Tensor) -> Tensor:
-    """Convert a number or a tensor to a scalar tensor or the shape of ``like``, with its dtype and device."""
+    """Convert a number or tensor to a scalar tensor or the shape of ``like``, with the dtype and device of ``like``."""
     if not isinstance(value, Tensor):
         return torch.tensor(value, dtype=like.dtype, device=like.device)
     if value.dim() == 0:
@@ -170,7 +170,7 @@ def _expand(name: str, value: float | Tensor, like: Tensor) -> Tensor:
 
 
 def run_rows(kernel: Callable[..., Any], tensors: tuple[Tensor, ...], *factors: float) -> Any:
-    """Call a compiled kernel with the addresses of plain tensors, their time steps, size and type, and factors."""
+    """Call a compiled kernel with the addresses, time steps, size and dtype of plain tensors, and with ``factors``."""
     x = tensors[0]
     return jitted(kernel)(*map(Tensor.data_ptr, tensors), x.shape[0], x.numel(), EXAMPLE_ARRAYS[x.dtype], *factors)
 
@@ -273,7 +273,7 @@ class _LinearRecurrence(torch.autograd.Function):
         (g,) = gradients
         c, initial, y = ctx.saved_tensors
         reverse = ctx.reverse
-        # y[t] enters the step computed after it with that step's discount; the first discount multiplies no carry.
+        # The step computed next multiplies y[t] by that step's discount. The first discount multiplies no carry.
         shifted = torch.roll(c, 1 if reverse else -1, 0)
         g_x = _torch_scan(g, shifted, None, not reverse)
         g_c = g_initial = None

@@ -8,7 +8,7 @@ import numpy as np
 
 from torchrl_lightning.kernels.compiled import carray, pointer
 
-ELEMENTS = 1024  # in a kernel's block, or one row if it is longer
+ELEMENTS = 1024  # number of elements in a kernel's block; a longer row is a block of its own
 
 
 def floats_at(address: int, low: int, high: int, like: Any) -> Any:
@@ -28,7 +28,7 @@ def block_of(steps: int, size: int) -> tuple[int, int]:
 
 
 def row_is_finite(row: Any) -> bool:
-    """Return whether a row is finite; earlier NaN or infinite values of a multiplying recurrence would reach it."""
+    """Return whether a row is finite; a recurrence carries earlier NaN and infinite values into its last row."""
     zero = row.dtype.type(0.0)
     total = zero
     for i in range(len(row)):
@@ -37,7 +37,7 @@ def row_is_finite(row: Any) -> bool:
 
 
 def scan_rows(y: Any, c: Any, carry: Any, width: int, reverse: bool) -> None:
-    """Run ``y[t] += c[t] * y[t+1]`` in place over flat rows of ``width``; ``carry`` is the row before the first."""
+    """Run ``y[t] += c[t] * y[t+1]`` in place over flat rows of ``width``, starting from the row ``carry``."""
     rows = len(y) // width
     if width == 1:  # keeps the carry in a register
         previous = carry[0]

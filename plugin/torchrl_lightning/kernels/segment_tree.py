@@ -32,7 +32,7 @@ TORCH_OPERATIONS: dict[Any, str] = {
     torch.max: "max",
     torch.maximum: "max",
 }
-"""Names of the operations that are given as torch functions."""
+"""Name of the operation for each torch function."""
 
 
 class SegmentTree(Stateful):
@@ -48,7 +48,7 @@ class SegmentTree(Stateful):
         device: device of the nodes.
         name: name of this tree in error messages.
         initial: value of a leaf that was never set.
-        backend: ``"numba"`` (CPU), ``"torch"`` (any device) or ``"auto"``, numba if possible.
+        backend: ``"numba"`` (CPU), ``"torch"`` (any device) or ``"auto"`` (numba if possible).
 
     Raises:
         TypeError: the dtype is not one of the two, or the capacity is not an integer.
@@ -111,7 +111,7 @@ class SegmentTree(Stateful):
         self.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Arrays, because a new process would share a tensor's memory but not the count of nonzero leaves.
+        # Pickle arrays, because a new process would share a tensor's memory but not the count of nonzero leaves.
         num_used, levels, width = len(self._used_leaves), [], self._width
         while width:
             levels.append(self._nodes[width : width + num_used].cpu().numpy().copy())
@@ -188,7 +188,8 @@ class SegmentTree(Stateful):
         Raises:
             IndexError: an index is outside ``[0, capacity)``.
             TypeError: the indices are not integers.
-            ValueError: the numbers of indices and values differ, or a value is NaN, or (sum) negative or infinite.
+            ValueError: the numbers of indices and values differ, a value is NaN, or a value of a sum tree is negative
+                or infinite.
         """
         indices = self._index(index).reshape(-1)
         leaf_values = torch.as_tensor(values, dtype=self.dtype, device=self.device).detach().reshape(-1)
@@ -209,7 +210,7 @@ class SegmentTree(Stateful):
 
         Raises:
             IndexError: an index is outside ``[0, capacity)``.
-            ValueError: a value is NaN, or (sum) negative or infinite.
+            ValueError: a value is NaN, or a value of a sum tree is negative or infinite.
 
         Examples:
             >>> tree = SumSegmentTree(4)
@@ -333,7 +334,7 @@ class _NamedTree(SegmentTree):
 
 
 class SumSegmentTree(_NamedTree):
-    """The sum of an array, and the search for the element that contains a partial sum.
+    """The sum of an array, and a search for the first element at which the partial sum exceeds a threshold.
 
     Arguments as in :class:`SegmentTree`.
 
@@ -400,7 +401,7 @@ class SumSegmentTree(_NamedTree):
 
 
 class MinSegmentTree(_NamedTree):
-    """The minimum of an array; arguments as in :class:`SegmentTree`; ``initial=math.inf`` ignores unset leaves.
+    """The minimum of an array (arguments as in :class:`SegmentTree`); ``initial=math.inf`` ignores unset leaves.
 
     Examples:
         >>> tree = MinSegmentTree(2)
@@ -413,7 +414,7 @@ class MinSegmentTree(_NamedTree):
 
 
 class MaxSegmentTree(_NamedTree):
-    """The maximum of an array; arguments as in :class:`SegmentTree`; ``initial=-math.inf`` ignores unset leaves.
+    """The maximum of an array (arguments as in :class:`SegmentTree`); ``initial=-math.inf`` ignores unset leaves.
 
     Examples:
         >>> tree = MaxSegmentTree(3)

@@ -20,9 +20,9 @@ _PAIRWISE: tuple[Callable[..., Tensor], ...] = (torch.add, torch.minimum, torch.
 
 LEVELS, FAN_OUT = 3, 8
 """The compiled kernels store only every third level above the leaves, and the first levels below the root. The eight
-nodes below a stored node share a cache line, so that computing the sums between is faster than loading them."""
+nodes below a stored node share a cache line, so computing the nodes between is faster than loading them."""
 
-LEVELS_PER_STEP = 5  # levels per step of the torch search: fewer, larger operations
+LEVELS_PER_STEP = 5  # levels per step of the torch search; several levels make fewer and larger operations
 
 
 def assign(
@@ -31,8 +31,8 @@ def assign(
     """Set leaves and recompute their ancestors (numba), after validating all arguments.
 
     Returns:
-        Position of the first invalid index, or the number of indices plus the position of the first invalid value, or
-        -1; and the change of the number of nonzero leaves.
+        First, the position of the first invalid index, or the number of indices plus the position of the first invalid
+        value, or -1 if all are valid. Second, the change of the number of nonzero leaves.
     """
     count = len(index)
     stride = 0 if len(values) == 1 else 1
@@ -63,7 +63,7 @@ def climb(nodes: Any, width: int, code: int, pending: Any, size: int) -> None:
         nodes: nodes of the tree.
         width: number of its leaves.
         code: code of the operation.
-        pending: first nodes to recompute, in any order; zeros if only the levels near the root need it; overwritten.
+        pending: first nodes to recompute, in any order; zeros to recompute only the levels near the root; overwritten.
         size: number of pending nodes.
     """
     while size > 0 and pending[0] > 0:
@@ -71,7 +71,7 @@ def climb(nodes: Any, width: int, code: int, pending: Any, size: int) -> None:
         for i in range(size):
             node = pending[i]
             first_child = node << LEVELS
-            # In pairs, in the same order as with the levels between.
+            # Combine pairs in the same order as a tree that stores all levels.
             if code == 0:
                 low = (nodes[first_child] + nodes[first_child + 1]) + (nodes[first_child + 2] + nodes[first_child + 3])
                 high = (nodes[first_child + 4] + nodes[first_child + 5]) + (
@@ -97,14 +97,14 @@ def climb(nodes: Any, width: int, code: int, pending: Any, size: int) -> None:
 
 
 def descend(nodes: Any, width: int, thresholds: Any, leaf: Any) -> None:
-    """Find the leaf that contains each partial sum (numba); overwrites ``thresholds``."""
+    """Find the first leaf at which the partial sum exceeds each threshold (numba); overwrites ``thresholds``."""
     count, top_width, level = len(thresholds), width, 1
     address, size = nodes.ctypes.data, nodes.itemsize
     while top_width >= FAN_OUT:
         top_width >>= LEVELS
     leaf[:] = 1
-    # Rounding may leave a remainder above the right sum, but an empty side is never entered. Without branches, because
-    # the processor cannot predict them and a wrong prediction costs more than the arithmetic.
+    # Rounding may leave a remainder above the sum of the right side, but the search never enters an empty side. The
+    # loop avoids branches, because a branch that the processor predicts wrongly costs more than the arithmetic.
     while level < top_width:
         for i in range(count):
             first_child = 2 * leaf[i]
@@ -182,7 +182,7 @@ def descend_torch(nodes: Tensor, width: int, thresholds: Tensor) -> Tensor:
         order = torch.arange(fan_out, device=nodes.device)
         children = nodes.view(-1, fan_out).index_select(0, node)
         sums = children.cumsum(1)
-        # First choice: the first part that contains the threshold. After rounding: the last nonempty part.
+        # Choose the first part that contains the threshold; if rounding leaves none, the last nonempty part.
         score = torch.where(thresholds.unsqueeze(1) < sums, 2 * fan_out - order, order)
         chosen = score.masked_fill_(children <= 0, -1).argmax(1)
         sum_before = (sums - children).gather(1, chosen.unsqueeze(1)).squeeze(1)

@@ -16,16 +16,16 @@ from torchrl_lightning.kernels.episode_kernels import episode_bounds
 def draw(
     ranks: Any, relative: bool, rings: Any, episodes: Any, options: Any, cells: Any, mask: Any, num_filled: int
 ) -> int:
-    """Write the windows that start at candidates with these ranks, if the options allow their episodes (numba).
+    """Write windows that start at the candidates with these ranks; skip windows that the options forbid (numba).
 
     Args:
         ranks: ranks of candidates, ``[n]`` float64.
         relative: whether ranks are fractions of the number of candidates, in [0, 1).
-        rings: as in :func:`episodes.episode_bounds`.
-        episodes: as in :func:`episodes.episode_bounds`.
+        rings: as in :func:`episode_bounds`.
+        episodes: as in :func:`episode_bounds`.
         options: reach (number of steps that must be stored after a window's first step), burn-in, whether windows end
-            with their episode, and whether they are padded.
-        cells: output: windows, ``[B, T]``, from row ``num_filled`` on.
+            with their episode, and whether windows are padded.
+        cells: output: windows, ``[B, T]``; the first new window is row ``num_filled``.
         mask: output: valid steps, ``[B, T]``.
         num_filled: number of rows that are already filled.
 
@@ -84,7 +84,7 @@ def all_starts(rings: Any, episodes: Any, options: Any) -> Any:
 
 
 def longest_run(rings: Any, episodes: Any, options: Any) -> int:
-    """Return the number of steps of the longest stored episode, or of the fullest ring across episodes (numba)."""
+    """Return the length of the longest stored episode, or of the fullest ring if windows cross episodes (numba)."""
     by_episode, longest = options[2], 0
     for env in range(len(rings[1])):
         positions_of_env, first, last = _stored_episodes(env, rings, episodes, by_episode)
@@ -95,7 +95,7 @@ def longest_run(rings: Any, episodes: Any, options: Any) -> int:
 
 
 def _stored_episodes(env: int, rings: Any, episodes: Any, by_episode: bool) -> tuple[Any, Any, Any]:
-    """Return all stored steps of an environment, and the first and last step of each one's episode (numba)."""
+    """Return all stored steps of an environment, and the first and last step of the episode of each step (numba)."""
     length, positions, valid_from = rings
     positions_of_env = np.arange(max(positions[env] - length, valid_from[env]), positions[env])
     first, last = np.empty_like(positions_of_env), np.empty_like(positions_of_env)

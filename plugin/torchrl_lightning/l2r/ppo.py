@@ -28,7 +28,7 @@ from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
 
 logger = logging.getLogger(__name__)
 PATH_STATE = fields("path", {"stored": bounded_integer(), "path_start": bounded_integer(), "told": flag})
-"""State of the paths; ``told`` is whether the last step was stored with ``done`` or ``truncated``."""
+"""State of the paths; ``told`` is True if the last step was stored with ``done`` or ``truncated``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +75,10 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
 
     ``store`` appends one step to the open path. ``finish_path`` writes the advantage ``A[t] = Σ (γλ)^k δ[t+k]`` and
     the reward-to-go ``R[t] = Σ γ^k r[t+k] + γ^n V(s_T)`` of its steps. ``sample_batch`` samples from the finished paths
-    and standardises over all their steps: ``(A - mean) / (std + eps)`` (population standard deviation). The ``size``
-    cells are a ring: new steps replace the oldest finished steps, and a path may continue from the last cell to the
-    first. Instead, ``insert_data_slice`` and ``before_gradients`` can write a whole rollout; its value targets are also
-    rewards-to-go.
+    and standardises advantages over all steps of these paths: ``(A - mean) / (std + eps)`` (population standard
+    deviation). The ``size`` cells are a ring: new steps replace the oldest finished steps, and a path may continue from
+    the last cell to the first. As an alternative, ``insert_data_slice`` and ``before_gradients`` write a whole rollout.
+    Its value targets are also rewards-to-go.
 
     Args:
         obs_dim: length of an observation; ``None`` takes it from the first step.
@@ -90,7 +90,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
         eps: added to the standard deviation of the advantages.
         device: device of the steps and batches.
         standardize_advantages: shift to mean 0 and divide by the population standard deviation plus ``eps``.
-        actor: see :class:`GAEBuffer`, also for the following arguments.
+        actor: this and the following arguments are described in :class:`GAEBuffer`.
 
     Raises:
         ValueError: a number is out of range.
@@ -139,7 +139,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
 
     @property
     def lam(self) -> float:
-        """λ, l2r-lab's name of ``gae_lambda``."""
+        """λ; l2r-lab's alias of ``gae_lambda``."""
         return self.gae_lambda
 
     @property
@@ -148,7 +148,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
         return {**super()._parameters, "gae_lambda": fraction}
 
     max_size = VanillaOnPolicyBuffer.size
-    """Capacity in steps, l2r-lab's name of ``size``."""
+    """Capacity in steps; l2r-lab's alias of ``size``."""
 
     @property
     def ptr(self) -> int:
@@ -278,13 +278,13 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
     # ---- reading ----------------------------------------------------------------------------------------------------
 
     def sample_batch(self) -> dict[str, Tensor]:
-        """Sample ``batch_size`` steps of finished paths without replacement, and set ``weights`` to 1.
+        """Sample ``batch_size`` steps of finished paths without replacement; set the attribute ``weights`` to 1.
 
         Sampling does not change the stored steps and advantages.
 
         Returns:
-            ``obs`` ``[B, obs_dim]``, ``act`` ``[B, act_dim]``, and ``[B]``: ``rew``, ``ret`` (reward-to-go), ``adv``
-            (standardised), ``val``, ``logp``.
+            ``obs`` ``[B, obs_dim]`` and ``act`` ``[B, act_dim]``. The other entries are ``[B]``: ``rew``, ``ret``
+            (reward-to-go), ``adv`` (standardised), ``val`` and ``logp``.
 
         Raises:
             ValueError: the finished paths have fewer steps than ``batch_size``.

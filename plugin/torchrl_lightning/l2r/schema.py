@@ -23,7 +23,7 @@ class Configurable:
     """
 
     schema: ClassVar[type]
-    """Dataclass of the documented parameters; a required one has the default ``omegaconf.MISSING``."""
+    """Dataclass of the documented parameters; a required parameter has the default ``omegaconf.MISSING``."""
 
     @classmethod
     def instantiate_from_config(cls, config_file_location: str | Path) -> Self:

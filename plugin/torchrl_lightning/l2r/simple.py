@@ -49,7 +49,7 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
         device: device of the steps and batches.
         scratch_dir: folder for memory-mapped steps; ``None`` keeps them in memory.
         sampler: any sampler; ``None`` means a :class:`UniformSampler` without replacement.
-        writer: see :class:`ExperienceBuffer`, also for the following arguments.
+        writer: this and the following arguments are described in :class:`ExperienceBuffer`.
 
     Raises:
         ValueError: a number is not a positive integer.
@@ -179,10 +179,13 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
         """
 
     def sample_batch(self) -> dict[str, Tensor]:
-        """Sample ``batch_size`` distinct steps; set ``weights`` to the sampler's importance weights, or 1 without them.
+        """Sample ``batch_size`` distinct steps, and set the attribute ``weights``.
+
+        The weights are the sampler's importance weights. Without importance weights, they are 1.
 
         Returns:
-            Float32: ``obs``, ``obs2`` ``[B, obs_dim]``, ``act`` ``[B, act_dim]``, ``rew``, ``done`` ``[B]``.
+            Float32 entries: ``obs`` and ``obs2`` ``[B, obs_dim]``, ``act`` ``[B, act_dim]``, ``rew`` and ``done``
+            ``[B]``.
 
         Raises:
             ValueError: fewer steps are stored than ``batch_size``.

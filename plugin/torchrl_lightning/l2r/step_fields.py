@@ -25,7 +25,7 @@ COLUMNS: dict[str, NestedKey] = {
     "val": VALUE,
     "logp": LOG_PROB,
 }
-"""Key of each l2r-lab name in a batch."""
+"""Key in a batch for each l2r-lab name."""
 
 
 def step_to_row(

@@ -132,7 +132,7 @@ def drop_next_entries(info: dict[Any, Any]) -> None:
 
 
 def excluded_keys(buffer: Any) -> list[str]:
-    """Return the entries of a rollout that a buffer does not need, except the one that its sampler reads."""
+    """Return the entries of a rollout that a buffer does not need, except the entry that the buffer's sampler reads."""
     key = SamplerApi.of(buffer.sampler).traj_key
     trajectory_key = key[0] if isinstance(key, tuple) else key
     return [name for name in REPEATED if name != trajectory_key]
@@ -165,7 +165,7 @@ def ring_writer(
 
 
 def check_parts(storage: Any, writer: Any, sampler: Any) -> None:
-    """Validate the given parts of a buffer over rings; raise TypeError or ValueError if one is unsuitable."""
+    """Validate the parts of a buffer over rings; raise TypeError or ValueError if a part is unsuitable."""
     for name, part, expected_type in (("storage", storage, RingStorage), ("writer", writer, RingWriter)):
         if part is not None and not isinstance(part, expected_type):
             raise TypeError(
@@ -189,9 +189,9 @@ def check_parts(storage: Any, writer: Any, sampler: Any) -> None:
 
 
 def check_lengths(buffer: Any) -> None:
-    """Validate that a buffer's rings fit its returns and windows, and its sampler all priorities; else ValueError.
+    """Validate that rings store whole returns and windows, and the sampler all priorities; else raise ValueError.
 
-    A buffer without a DataModule may skip this check; it then shortens returns, and pads or rejects windows.
+    A buffer without a DataModule may skip this check. The buffer then shortens returns, and pads or rejects windows.
     """
     size, num_envs, sampler = buffer.storage.max_size, buffer.writer.num_envs, buffer.sampler
     length = size // num_envs

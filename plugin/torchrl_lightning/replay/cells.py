@@ -84,8 +84,8 @@ class Cells:
         """Validate ``data`` (``[rows]``) against the schema; return its leaves in the order of the cells.
 
         Returns:
-            The leaves, copied on the CPU if they are not contiguous. Second, the arguments ``sources`` and ``leaves``
-            of :func:`row_copies.write_steps`, valid while the leaves exist; None on another device.
+            First, the leaves; on the CPU, leaves that are not contiguous are copied. Second, the arguments ``sources``
+            and ``leaves`` of :func:`row_copies.write_steps`, valid while the leaves exist; None on another device.
         """
         plan = self._write_plans.get(rows)
         if plan is None:
@@ -127,8 +127,8 @@ class Cells:
     ) -> dict[str, Any]:
         """Read all entries except ``skip`` of the cells ``index`` (any shape, int64, on the device of the leaves).
 
-        Nested levels become TensorDicts with the shape of the index and these dimension names. If ``after`` is given,
-        all entries below ``"next"`` are read from these cells.
+        Nested levels become TensorDicts with the shape of the index and the dimension names ``names``. If ``after`` is
+        given, all entries below ``"next"`` are read from the cells ``after``.
         """
         if self._probe.data_ptr() != self._probe_address:
             self._refresh_addresses()
@@ -191,10 +191,10 @@ def _make_write_plan(tree: Tree, rows: int) -> WritePlan:
 def _match(
     plan: WritePlan, entries: dict[str, Any], device: torch.device | None, leaves: list[Tensor], sources: list[int]
 ) -> bool:
-    """Return whether entries match a plan, and append their leaves in order.
+    """Return whether entries match a plan, and append the leaves of the entries in order.
 
-    A device of None means the CPU; leaves are then appended as plain contiguous tensors, and their addresses to
-    ``sources``.
+    A device of None means the CPU. Leaves are then appended as plain contiguous tensors, and the addresses of these
+    tensors are appended to ``sources``.
     """
     if len(entries) != len(plan):
         return False

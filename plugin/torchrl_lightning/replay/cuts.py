@@ -1,4 +1,4 @@
-"""Detection of trajectories that were cut without a flag, from trajectory ids or stored successors."""
+"""Detection of trajectories that were cut without a flag; trajectory ids or stored successors reveal the cuts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchrl_lightning.replay.successors import comparable_paths
 
 logger = logging.getLogger(__name__)
 PendingRows = tuple[Any, TensorDictBase, list[Tensor] | None]
-"""The storage, the rows to write into it, and their leaves if these are matched with the cells."""
+"""The storage, the rows to write, and the leaves of these rows if the leaves are matched with the cells."""
 
 
 class TrajectoryCuts:
@@ -33,7 +33,7 @@ class TrajectoryCuts:
         self._has_ids = self._has_warned = False
 
     def set_entries(self, written: Tree, stored: Tree, flags: Iterable[Path]) -> None:
-        """Find the usable entries of rows; the arguments are the arguments of :func:`comparable_paths`."""
+        """Find the usable entries of rows; take the arguments of :func:`comparable_paths`."""
         self.compared = comparable_paths(written, stored, tuple(flags))
         self._has_ids = TRAJ_IDS in dict(leaves_of(written))
 
@@ -45,7 +45,7 @@ class TrajectoryCuts:
         Args:
             rings: the rings to write to.
             rows: the rows, time-major, ``[steps * M]``.
-            env: their environments, ``[M]``.
+            env: environments of the rows, ``[M]``.
             done: mask of rows that end an episode, ``[steps, M]``.
             init: mask of rows with a flag that begins an episode, ``[steps, M]``; may be empty.
             compare_successors: compare rows with stored successors.
@@ -80,11 +80,11 @@ class TrajectoryCuts:
         init_flags: Flags,
         is_stored: Flags,
     ) -> Flags:
-        """Add cuts found by stored successors; in the first write after a load, they replace the cuts found by ids."""
+        """Add cuts found by stored successors; in the first write after a load, replace the cuts found by ids."""
         assert rings.index is not None
         storage, successors, known_begins = rows[0], rings.successors, init
         is_compared = rings.index.is_running(env) & is_stored
-        if self._has_ids:  # ids mark cuts, except after a load, because a new collector numbers from zero again
+        if self._has_ids:  # ids mark cuts, except after a load, because a new collector counts from zero again
             is_compared = np.zeros_like(is_compared) if rings.reloaded is None else is_compared & rings.reloaded[env]
             known_begins = init.copy()
             known_begins[0, is_compared] = init_flags[0, is_compared] if init_flags.size else False

@@ -19,8 +19,8 @@ NO_INTS: Ints = np.empty(0, np.int64)
 class EpisodeIndex:
     """The first and last position of the episode of every stored step.
 
-    A column stores one position per step: the position of the last step for the first step of a finished episode, and
-    the position of the first step for every other step (after ALF's ``keep_episodic_info``). Two numbers per
+    A column stores one position per step. The first step of a finished episode stores the position of the last step.
+    Every other step stores the position of the first step (after ALF's ``keep_episodic_info``). Two numbers per
     environment store the rest: the begin of the running episode, and the end of the one episode without a stored first
     step.
 
@@ -56,7 +56,7 @@ class EpisodeIndex:
         cells = length * self.num_envs
         self._column: Ints = np.zeros(cells, np.int64)  # untouched pages cost nothing
         self._done: Flags = np.zeros(cells, np.bool_)
-        self._begin: Ints = np.zeros(self.num_envs, np.int64)  # of the running or, if not open, the last episode
+        self._begin: Ints = np.zeros(self.num_envs, np.int64)  # of the running, else the last episode
         self._open: Flags = np.zeros(self.num_envs, np.bool_)
         self._headless_end: Ints = np.full(self.num_envs, -1, np.int64)
 
@@ -82,11 +82,11 @@ class EpisodeIndex:
 
     @property
     def arrays(self) -> tuple[Ints, Flags, Ints, Flags, Ints]:
-        """The arrays that :func:`row_kernels.write_steps` updates."""
+        """The arrays that :func:`row_copies.write_steps` updates."""
         return self._column, self._done, self._begin, self._open, self._headless_end
 
     def keep_headless_end(self, env: Ints, oldest: Ints) -> None:
-        """Store the ends of episodes before their first steps are removed; ``oldest`` is the oldest step afterwards."""
+        """Store the ends of episodes before their first steps are removed; ``oldest`` are the first remaining steps."""
         is_affected = (oldest < self._positions[env]) & (oldest > self._oldest(env))
         env, oldest = env[is_affected], oldest[is_affected]
         begin, end = self._bounds(env, oldest)
@@ -109,8 +109,9 @@ class EpisodeIndex:
     ) -> None:
         """Update episodes after flags of stored steps changed.
 
-        An episode border without a flag (a cut) stays. In each environment, the cost grows with the number of steps
-        between the first and the last changed step, including the whole episodes of both steps and their neighbours.
+        An episode border without a flag (a cut) stays. The cost for an environment grows with the number of steps from
+        the first to the last changed step. This range includes the whole episodes of both steps and the neighbouring
+        episodes.
 
         Args:
             cells: cells of the steps, ``[n]``, without duplicates.
@@ -126,7 +127,7 @@ class EpisodeIndex:
             self._set_flags(int(env_id), position[selected], done[selected], had_begin_flag[selected], begin_masks)
 
     def affected_cells(self, cells: Ints) -> Ints:
-        """Return the cells of all steps with episodes that may change if flags of ``cells`` are replaced."""
+        """Return the cells of all episodes that may change if the flags of ``cells`` are replaced."""
         env, position = self.steps_of(cells)
         cells_of_envs = [NO_INTS]
         for env_id in np.unique(env):
@@ -135,7 +136,7 @@ class EpisodeIndex:
         return np.concatenate(cells_of_envs)
 
     def _affected_range(self, env: int, position: Ints) -> tuple[int, int]:
-        """Return begin and exclusive end of the episodes of these steps and their neighbours."""
+        """Return begin and exclusive end of the range of these steps' episodes and the neighbouring episodes."""
         oldest, newest = int(self._oldest(np.array([env]))[0]), int(self._positions[env]) - 1
         ends = np.array([max(int(position.min()) - 1, oldest), min(int(position.max()) + 1, newest)])
         begin, end = self._bounds(np.array([env, env]), ends, clip=True)
@@ -160,7 +161,7 @@ class EpisodeIndex:
         after_end, after_end_before = np.r_[False, ended[:-1]], np.r_[False, ended_before[:-1]]
         was_cut = (begin == steps) & ~after_end_before & ~began_before
         border = after_end | has_begin_flag | has_new_id | was_cut
-        first_begin = int(begin[0])  # may be before the oldest stored step; a new flag at that step replaces it
+        first_begin = int(begin[0])  # may be before the oldest stored step; a new flag at the oldest step replaces it
         border[0] = True
         if has_begin_flag[0]:
             first_begin = low
@@ -240,11 +241,11 @@ class EpisodeIndex:
         return torch.from_numpy(begin), torch.from_numpy(end)
 
     def begin(self, env_ids: Tensor, positions: Tensor, *, clip: bool = True) -> Tensor:
-        """Return the first position of the episodes of steps; without ``clip``, it may be before the oldest step."""
+        """Return the first position of the episodes of steps; without ``clip``, even if it is not stored any more."""
         return self.bounds(env_ids, positions, clip=clip)[0]
 
     def end(self, env_ids: Tensor, positions: Tensor) -> Tensor:
-        """Return the last position of the episodes of stored steps; the newest position if unfinished."""
+        """Return the last position of the episodes of stored steps; the newest position for an unfinished episode."""
         return self.bounds(env_ids, positions)[1]
 
     def steps_to_end(self, env_ids: Tensor, positions: Tensor) -> Tensor:
@@ -260,12 +261,12 @@ class EpisodeIndex:
         return torch.from_numpy(self._done[self.cells_of(_to_array(env_ids), _to_array(end))])
 
     def are_first(self, cells: Tensor) -> Tensor:
-        """Return a CPU mask of filled cells with the first step of an episode."""
+        """Return a mask, on the CPU, of the filled cells that contain the first step of an episode."""
         env, position = self.steps_of(cells.cpu().numpy())
         return torch.from_numpy(self._bounds(env, position)[0] == position)
 
     def with_begins(self, is_init: Tensor, cells: Tensor) -> Tensor:
-        """Return stored init flags, ``[*cells.shape, ...]``, that are also true at episodes that a cut began."""
+        """Return stored init flags, ``[*cells.shape, ...]``, and set them to true at the first step after a cut."""
         firsts = self.are_first(cells).to(is_init.device)
         return is_init.masked_fill(firsts.view(*firsts.shape, *[1] * (is_init.ndim - firsts.ndim)), 1)
 

@@ -49,7 +49,7 @@ class EpisodeTransform(Transform):
         return rings.index
 
     def cells_of(self, batch: TensorDictBase) -> Tensor:
-        """Return the cells of a batch, in its shape; raise KeyError if it has no entry ``index``."""
+        """Return the cells of a batch, in the batch's shape; raise KeyError without the entry ``index``."""
         index = entry_of(batch, "index")
         if index is None:
             raise KeyError(f"{type(self).__name__} needs the entry 'index', the cells that a batch was read from.")

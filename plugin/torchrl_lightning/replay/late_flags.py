@@ -92,7 +92,7 @@ class LateFlags:
 def rewritten_successors(
     rings: Rings, storage: RingStorage, changes: Mapping[Path, Tensor], cells: Tensor
 ) -> list[Path]:
-    """Return the compared entries that get a different successor at an environment's newest step by ``changes``."""
+    """Return the compared entries that ``changes`` replaces by another successor at an environment's newest step."""
     paths = [path for path in changes if path[0] == NEXT and path[1:] in rings.successors.matched]
     if not paths or storage.cells is None:
         return []

@@ -41,7 +41,7 @@ class LockedBuffer(NoCheckpointerMixin, BufferBase):
         self._order_prefetch()
 
     def _order_prefetch(self) -> None:
-        # Several threads would make the order of batches random, and the locks would make them wait anyway.
+        # Several threads would make the order of batches random, and the locks would let only one thread work anyway.
         if self.prefetch_cap > 1:
             self.prefetch_threads.shutdown(wait=False)
             self.prefetch_threads = ThreadPoolExecutor(max_workers=1)
@@ -58,7 +58,7 @@ class LockedBuffer(NoCheckpointerMixin, BufferBase):
             self._sampler.update_priority(index, priority, storage=self._storage, **kwargs)
 
     def look_up(self, index: Any, info: dict[Any, Any]) -> TensorDictBase:
-        """Read cells on TorchRL's longer path, used instead of :meth:`read`; ``info`` has the sampler's entries."""
+        """Read cells for a sample on TorchRL's longer path; ``info`` has the sampler's entries."""
         raise NotImplementedError
 
     def draw_batch(self, batch_size: int) -> SampledBatch:

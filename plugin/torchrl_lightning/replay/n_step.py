@@ -28,11 +28,11 @@ FoldedSteps = tuple[Tensor, Tensor, Tensor, Tensor]
 class NStepReturns:
     r"""Fold each sampled step with the following steps of its episode, up to \(n\) steps in total.
 
-    Let \(k \le n\) be the number of folded steps: fewer than \(n\) if the stored episode ends before. The reward
-    becomes \(\sum_{i<k} \gamma^i r_{t+i}\). All other entries under ``"next"``, including flags, are copied from the
-    last folded step. So a loss bootstraps with \(\gamma^k\) from the observation after \(k\) steps, unless it is
-    terminal. A batch has ``steps_to_next_obs`` \(k\) and ``gamma`` \(\gamma^k\), each of the batch's shape, with the
-    names of TorchRL's ``MultiStepTransform``. The buffer stores only single steps.
+    Let \(k \le n\) be the number of folded steps; \(k\) is less than \(n\) if the stored episode ends earlier. The
+    reward becomes \(\sum_{i<k} \gamma^i r_{t+i}\). All other entries under ``"next"``, including flags, are copied from
+    the last folded step. So a loss bootstraps with \(\gamma^k\) from the observation after \(k\) steps, unless that
+    observation is terminal. A batch has ``steps_to_next_obs`` \(k\) and ``gamma`` \(\gamma^k\), each of the batch's
+    shape, with the names of TorchRL's ``MultiStepTransform``. The buffer stores only single steps.
 
     Args:
         n_steps: maximum number of steps.

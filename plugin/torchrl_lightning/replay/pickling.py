@@ -18,7 +18,7 @@ from torchrl_lightning.replay import process_owned
 
 
 class _NoLock:
-    """A replacement for the lock of a number in shared memory, which would stay locked if its holder dies.
+    """A replacement for the lock of a shared number, because a real lock stays locked if its holder dies.
 
     The buffer's lock already protects the number.
     """
@@ -33,9 +33,10 @@ class _NoLock:
 
 
 class PickledCells(process_owned.ProcessOwned, StorageBase):
-    """A storage that pickles cells by content, memory-mapped cells by file, and shared cells by shared memory.
+    """A storage that pickles its cells.
 
-    Only a new child process gets the shared memory; any other pickle of it is a copy.
+    A pickle contains a copy of the cells in memory. A pickle of memory-mapped cells refers to their file. A pickle of
+    shared cells for a new child process refers to the shared memory. Any other pickle of shared cells contains a copy.
     """
 
     scratch_dir: Path | None

@@ -39,7 +39,7 @@ class MissingStepsError(ValueError, RuntimeError, AssertionError):
 
 
 def check_steps(env: Ints, position: Ints, oldest: Ints, positions: Ints) -> None:
-    """Validate that steps are in the stored range ``[oldest, positions)``; raise IndexError with the first other."""
+    """Validate that steps are in the stored range ``[oldest, positions)``; else raise IndexError for the first."""
     if env.size and (env.min() < 0 or env.max() >= len(positions)):
         raise IndexError(f"Environment ids must be in [0, {len(positions)}), got {env.min()} to {env.max()}.")
     is_missing = (position < oldest[env]) | (position >= positions[env])

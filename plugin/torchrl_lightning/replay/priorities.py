@@ -87,7 +87,7 @@ class ValidStarts:
         return torch.from_numpy(position % self.length * num_envs + run % num_envs)
 
     def contains(self, cells: Tensor) -> Tensor:
-        """Return a mask of the cells that are valid starts, computed like in the kernels."""
+        """Return a mask of the cells that are valid starts, with the same computation as in the kernels."""
         if not len(self.begin):
             return torch.zeros_like(cells, dtype=torch.bool)
         begin, end = (torch.from_numpy(bounds).to(cells.device) for bounds in (self.begin, self.end))
@@ -96,7 +96,7 @@ class ValidStarts:
 
 
 def reduce_priorities(priority: Tensor, count: int, reduction: str) -> Tensor:
-    """Reduce priorities with further dimensions to one for each of ``count`` rows, ``[count]``."""
+    """Reduce priorities with further dimensions to one priority for each of ``count`` rows, ``[count]``."""
     value = priority if priority.is_floating_point() else priority.to(torch.float64)
     return REDUCTIONS[reduction](value.reshape(count, -1), 1)
 
@@ -104,8 +104,8 @@ def reduce_priorities(priority: Tensor, count: int, reduction: str) -> Tensor:
 class Priorities:
     """The priorities ``p`` of cells, and a sum tree of ``(p + eps) ** alpha`` for sampling.
 
-    The table also stores the plain priorities, so that ``alpha`` can change exactly and excluded cells keep their
-    priorities. The generation of a cell counts its writes; late updates are detected by it.
+    The table also stores the plain priorities, so that a change of ``alpha`` is exact and excluded cells keep their
+    priorities. The generation of a cell counts the writes to the cell, and so reveals late updates.
 
     Args:
         capacity: number of cells.
@@ -329,9 +329,10 @@ class Priorities:
                 cells, at which indices wrap around.
 
         Returns:
-            Cells ``[B]`` (int64), weights ``((p + eps) ** alpha / base) ** -beta`` (float32) and generations (int32).
-            For windows: cells ``[B, T]``, and for each step the weight and generation of its window's first step, and
-            the leaf of that first step divided by the mean of the non-zero leaves (float32).
+            Cells ``[B]`` (int64), weights ``((p + eps) ** alpha / divisor) ** -beta`` (float32) and generations
+            (int32). For windows, the shape is ``[B, T]``, and each step has the weight and generation of its window's
+            first step. A fourth tensor is the leaf of that first step, divided by the mean of the non-zero leaves
+            (float32).
         """
         if not self._compiled:
             mass_tensor = torch.as_tensor(numbers, device=self.priorities.device)
@@ -397,7 +398,7 @@ class Priorities:
         self.alpha = alpha
 
     def _drawable(self, priorities: Tensor) -> Tensor:
-        """Return a mask of the first cells, which have these priorities, that may be drawn."""
+        """Return a mask of the cells that may be drawn, if the first cells have these priorities."""
         is_drawable = priorities >= 0
         if self.starts is not None:
             is_drawable &= self.starts.contains(torch.arange(len(is_drawable), device=is_drawable.device))

@@ -51,10 +51,10 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
 
     With ``batch_length``, the sampler draws windows of successive stored steps of one environment, as batches
     ``[B, T]``. A window may continue in the next episode. Every step counts, so the batch has no ``mask``, unlike
-    batches of a :class:`SequenceSampler`. The priority of a window is stored at its first step. It stays unchanged
-    while the window cannot be drawn, e.g. because its end is not stored yet. ``N`` counts the windows that can be
-    drawn. The other entries are expanded to ``[B, T]``. The additional entry ``importance_weights`` is
-    ``(p + eps)^alpha`` divided by the mean of its non-zero values, so that ``priority_weight`` with
+    batches of a :class:`SequenceSampler`. The priority of a window is stored at its first step. This priority stays
+    unchanged while the window cannot be drawn, e.g. because the end of the window is not stored yet. ``N`` counts the
+    windows that can be drawn. The other entries are expanded to ``[B, T]``. The additional entry ``importance_weights``
+    is ``(p + eps)^alpha`` divided by the mean of its non-zero values, so that ``priority_weight`` with
     ``weight_norm=None`` equals ``importance_weights ** -beta``.
 
     Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay. https://arxiv.org/abs/1511.05952
@@ -66,16 +66,16 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
         eps: added to every priority.
         dtype: dtype of priorities and trees, or its name.
         reduction: reduces further dimensions to one priority per cell: max, min, mean or median.
-        max_priority_within_buffer: give new data the highest stored priority, not the highest one ever set.
+        max_priority_within_buffer: give new data the highest stored priority, not the highest priority ever set.
         device: device of the trees; the CPU by default.
         priority_key: the entry for the new priorities of a loss; the sampler only stores this key.
-        stratified: one draw from each of ``B`` equal parts of the total priority; otherwise independent draws.
-        weight_norm: ``"batch"`` or ``"buffer"`` scales the largest weight of the batch or buffer to 1; None does not.
+        stratified: draw one cell from each of ``B`` equal parts of the total priority; if False, draw independently.
+        weight_norm: scale the largest weight of the ``"batch"`` or ``"buffer"`` to 1; None does not scale.
         initial_priority: lowest priority of new data.
         batch_length: steps of a window; None for single cells, ``[B]``. A sampler built with None draws only single
             cells, unless ``num_earliest_frames_ignored`` is set.
         num_earliest_frames_ignored: number of the oldest stored steps of each environment at which no draw may begin.
-        generator: random generator; the buffer replaces it by its own.
+        generator: random generator; a buffer replaces it by the buffer's generator.
 
     Raises:
         ValueError: an argument is out of range.
@@ -142,7 +142,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
         eps, self.initial_priority = non_negative(eps, "eps"), initial_priority
         self._beta = non_negative(beta, "beta")
         self.supports_windows = True
-        """Whether the sampler supports windows, whatever the current ``batch_length``."""
+        """Whether the sampler supports windows, even if the current ``batch_length`` is None."""
         self.batch_length = batch_length
         self.num_earliest_frames_ignored = num_earliest_frames_ignored
         self.supports_windows = self.batch_length is not None or self.num_earliest_frames_ignored > 0
@@ -175,7 +175,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
         )
 
     def init_table(self, max_capacity: int) -> None:
-        """Allocate the priorities of ``max_capacity`` cells, unless the sampler has priorities."""
+        """Allocate the priorities of ``max_capacity`` cells, unless the sampler already has priorities."""
         if "table" not in vars(self):
             self.table = self._make_table(max_capacity)
 
@@ -248,7 +248,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
         Args:
             storage: the storage of the cells.
             batch_size: number of cells or windows.
-            batch_length: steps of each window, by default the sampler's own; None for single cells.
+            batch_length: steps of each window, by default the sampler's ``batch_length``; None for single cells.
 
         Returns:
             Cells ``[B]`` (coordinates for a storage with several dimensions), and a dict with ``priority_weight``
@@ -286,7 +286,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
         return (index if storage.ndim == 1 else torch.unravel_index(index, storage.shape)), info
 
     def draw(self, count: int) -> NDArray[Any] | Tensor:
-        """Draw numbers in [0, 1), ``[count]``; override this only source of randomness to control the samples.
+        """Draw random numbers in [0, 1), ``[count]``; override this method to control the samples completely.
 
         With ``stratified``, number ``i`` selects a cell in part ``i`` of the total priority.
 
@@ -339,14 +339,14 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
     ) -> None:
         """Set the priorities of cells; if a cell occurs twice, the last priority counts.
 
-        This skips empty cells and cells with another current generation than ``generation``.
+        Empty cells are skipped, and so are cells that no longer have the generation ``generation``.
 
         Args:
             index: cells of any shape; coordinates ``[B, ndim]`` for a storage with several dimensions; -1 is skipped.
                 With ``batch_length``: windows ``[B, T]``, or their first cells ``[B]``.
-            priority: one number for all, one per cell or window, or a tensor with further dimensions, e.g. ``[B, C]``
-                for several critics. ``reduction`` reduces these to one per cell or window.
-            storage: required if it has several dimensions.
+            priority: one number for all, one for each cell or window, or a tensor with further dimensions, e.g.
+                ``[B, C]`` for several critics. ``reduction`` reduces the latter to one per cell or window.
+            storage: required for a storage with several dimensions.
             generation: the batch's ``write_generation``.
 
         Raises:
@@ -393,7 +393,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
         return cells, value.to(self.dtype).reshape(-1)
 
     def check_write(self, storage: Storage, rows: int, priority: Tensor | None) -> None:
-        """Validate the priorities of a write before anything changes, so that it cannot fail half-way.
+        """Validate the priorities of a write before anything changes, so that the write cannot fail half-way.
 
         Args:
             storage: the storage to write to.

@@ -55,7 +55,7 @@ class ProcessOwned:
             )
 
     def check_picklable(self) -> None:
-        """Validate a pickle; raise RuntimeError if it is for a new child process and the object is unshared."""
+        """Validate that the object may be pickled; raise RuntimeError for a child process and an unshared object."""
         if is_spawning() and not self.is_shared:
             raise RuntimeError(f"A {type(self).__name__} must be shared before another process gets it. {SHARE_FIRST}")
 

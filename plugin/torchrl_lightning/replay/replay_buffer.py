@@ -68,8 +68,8 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
         sample_unit: the unit that ``batch_size`` counts.
         collate_fn: converts the cells into a batch.
         pin_memory: pin sampled batches in page-locked memory.
-        prefetch: number of batches that a thread draws in advance.
-        transform: a transform of written data and of samples; a sample passed to it has the entry ``index``.
+        prefetch: number of batches that a thread samples in advance.
+        transform: a transform of written data and of samples; the samples have the entry ``index``.
         shared: let other processes write and read.
         done_reduce: argument of the default :class:`RingWriter`.
         check_successors: argument of the default :class:`RingWriter`: compare successors to find trajectories that
@@ -201,14 +201,14 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
         """Write steps.
 
         Args:
-            data: ``[n]`` for one environment; ``[num_envs]``, one step each, for several; or a rollout ``[N, T]`` with
-                a dimension named ``"time"`` or with ``time_dim``.
+            data: ``[n]`` for one environment; ``[num_envs]`` with one step of each environment; or a rollout ``[N, T]``
+                with a dimension named ``"time"`` or with ``time_dim``.
             env_ids: the environments of these steps; all environments in order by default.
             time_dim: the time dimension.
             update_priority: use the priorities in the data; True by default.
 
         Returns:
-            The cells, ``[n]``; time-major for a rollout; empty if the data has no rows.
+            The cells, ``[n]``; time-major for a rollout; empty for data without rows.
 
         Raises:
             TypeError: the data is not a TensorDict, an entry is not a tensor, or ``env_ids`` are not integers.
@@ -318,7 +318,7 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
     @property
     def transforms(self) -> Collection[Any]:
         """The transforms."""
-        modules: dict[str, Any] = self._transform._modules["transforms"]._modules  # ten times faster than by attribute
+        modules: dict[str, Any] = self._transform._modules["transforms"]._modules  # ten times faster than attributes
         return modules.values()
 
     def can_skip_torchrl_path(self, batch_size: int | None) -> bool:
@@ -428,7 +428,7 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
             return self.plan_write_back(batch, keys)()
 
     def plan_write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> Callable[[], Tensor]:
-        """Validate a :meth:`write_back`; return the function that writes while the buffer is still locked."""
+        """Validate a :meth:`write_back`; return the function that writes, which needs the same locks."""
         storage, _, writer = self.parts
         return plan_write_back(storage, writer.rings, batch, keys, self.n_steps)
 
@@ -479,7 +479,7 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
         ``[B, C]`` of several critics, or the steps of a window, into one priority.
 
         Raises:
-            KeyError: the batch has no priorities or no ``index``.
+            KeyError: the batch lacks priorities or ``index``.
         """
         check_tensordict(data)
         _, sampler, _ = self.parts

@@ -13,7 +13,7 @@ from torchrl_lightning.replay.cells import Cells
 
 
 class RewritableStorage(Protocol):
-    """Protocol of a storage with watched entries, which its writer validates."""
+    """Protocol of a storage with watched entries; its writer validates new values of these entries."""
 
     cells: Cells | None
     watched: set[Path]

@@ -65,11 +65,11 @@ class RingStorage(Stateful, PickledCells):
     Args:
         max_size: number of cells.
         device: device of the cells; ``"auto"`` uses the device of the first data.
-        scratch_dir: folder for memory-mapped cells, in a file without a name. The system removes the file when the last
-            process that uses it ends or is killed; use ``dumps`` to keep the cells. On Linux, a process on the same
-            machine that loads a pickle shares the cells while this process is alive, but not the counters, so only one
-            of them may write. ``deepcopy`` returns a copy in memory. None keeps the cells in memory; a pickle then
-            contains a copy of them.
+        scratch_dir: folder for memory-mapped cells, which are stored in a file without a name. The system removes the
+            file when the last process that uses it ends or is killed; use ``dumps`` to keep the cells. On Linux,
+            another process on the same machine can load a pickle while this process is alive, and then shares the
+            cells. The processes do not share the counters, so only one process may write. ``deepcopy`` returns a copy
+            in memory. None keeps the cells in memory; a pickle then contains a copy of them.
 
     Raises:
         ValueError: ``max_size`` is not positive, or ``scratch_dir`` is set for another device than the CPU.
@@ -167,7 +167,7 @@ class RingStorage(Stateful, PickledCells):
         """Reserve memory for ``max_size`` rows with the schema of ``data`` (batch size ``[n]``).
 
         Raises:
-            ValueError: ``data`` has no leaves or is on another device, or the memory or disk is too small.
+            ValueError: ``data`` is without leaves or on another device, or the memory or disk is too small.
             OSError: the ``scratch_dir`` is not writable, or its disk has become full.
             RuntimeError: another process created the storage.
         """
@@ -223,7 +223,7 @@ class RingStorage(Stateful, PickledCells):
         """
         self.check_owner()
         check_tensordict(data)
-        is_ring = self.writer is not None  # its counters define the filled cells
+        is_ring = self.writer is not None  # the writer's counters define the filled cells
         if isinstance(cursor, int) or getattr(cursor, "ndim", None) == 0:
             cursor, data = [int(cursor)], data.unsqueeze(0)
         if isinstance(cursor, slice):
@@ -258,7 +258,7 @@ class RingStorage(Stateful, PickledCells):
             self.set_length(len(self))
 
     def _match_index_entry(self, data: TensorDictBase, index: Tensor) -> TensorDictBase:
-        """Add or remove TorchRL's entry ``index`` to match the schema; its writers add it only to some rows."""
+        """Add or remove TorchRL's entry ``index`` to match the schema; TorchRL's writers add it only to some rows."""
         leaf_number = None if self.cells is None else self.cells.leaf_index.get(("index",))
         if self.cells is None or (leaf_number is None) == (entry_of(data, "index") is None):
             return data
@@ -270,7 +270,7 @@ class RingStorage(Stateful, PickledCells):
         """Replace one entry of stored steps, e.g. with a value that is only known at the end of the episode.
 
         New flags, rewards and successors also update the episodes and all derived entries. Clearing a done flag joins
-        the step to the next step, unless a flag, another trajectory id or a cut begins an episode there.
+        the step to the next step, unless a flag, another trajectory id or a cut begins an episode at the next step.
 
         Args:
             key: key of a leaf.
@@ -344,7 +344,8 @@ class RingStorage(Stateful, PickledCells):
         :meth:`set` to replace flags, rewards or successors of stored steps.
 
         For indices ``[B, T]``, the dimensions of the result are named ``(None, "time")``. A negative integer or list
-        item counts back from the last filled cell, as in a Python list; in a tensor, it raises an IndexError.
+        item counts back from the last filled cell, as in a Python list. A negative number in a tensor raises an
+        IndexError.
 
         Args:
             index: the cells.
@@ -385,7 +386,7 @@ class RingStorage(Stateful, PickledCells):
             )
 
     def _from_end(self, index: Tensor) -> Tensor:
-        # Unless the filled cells are contiguous, the last cell is undefined.
+        # The last cell is defined only if the filled cells are the first cells.
         size = len(self) if self.is_prefix else 0
         return torch.where((index < 0) & (index >= -size), index + size, index)
 

@@ -49,19 +49,20 @@ class RingWriter(WriterBase):
     """A writer that stores one ring per environment in one flat storage.
 
     Every environment has its own cursor and a position that only increases;
-    ``cell = (position % length) * num_envs + env``. So one step of all environments takes one slice copy, a longer even
-    write at most two, and a write for some environments one indexed copy. TorchRL's samplers can read the storage
-    while the rings are evenly filled.
+    ``cell = (position % length) * num_envs + env``. So a write of one step of all environments is one slice copy. A
+    write of several steps of all environments is at most two slice copies. A write for some environments is one indexed
+    copy. TorchRL's samplers can read the storage while the rings are evenly filled.
 
     Args:
         num_envs: number of rings; must divide the storage's ``max_size``.
-        track_episodes: maintain an :class:`EpisodeIndex`; None does this if the first data contain ``done_key``.
+        track_episodes: maintain an :class:`EpisodeIndex`; None maintains the index if the first data contain
+            ``done_key``.
         done_key: the flag that ends an episode.
-        init_key: the flag that begins an episode, used if the data contain it. It separates an episode that was cut
-            without a done flag (by a restart) from the next one.
+        init_key: the flag that begins an episode, used if the data contain it. This flag separates an episode that was
+            cut without a done flag (by a restart) from the next episode.
         overwrite: overwrite the oldest steps of a full ring; False raises an error instead.
         done_reduce: reduces the flags of several agents in one row: ``"any"`` ends the episode when the first agent is
-            done, ``"all"`` when the last agent is done. None raises an error if they differ and the index is used.
+            done, ``"all"`` when the last agent is done. None raises an error if the flags differ and the index is used.
         check_successors: cut the trajectory of an environment if the first row of a write differs from the successor
             stored with the previous step (see :class:`SuccessorCheck`). Rows with ``("collector", "traj_ids")`` are
             cut at each change of these ids, and compared only in the first write after a load. DataModules disable the
@@ -115,7 +116,8 @@ class RingWriter(WriterBase):
         """Set the storage to fill; TorchRL's buffers call this.
 
         Raises:
-            ValueError: its ``max_size`` is not a multiple of ``num_envs``, or it has several dimensions.
+            ValueError: the ``max_size`` of the storage is not a multiple of ``num_envs``, or the storage has several
+                dimensions.
         """
         if getattr(storage, "ndim", 1) != 1:
             raise ValueError(f"storage must be one-dimensional, got ndim={storage.ndim}. Use a RingStorage.")
@@ -210,7 +212,7 @@ class RingWriter(WriterBase):
 
         Returns:
             The cells, ``[n]``; empty for data without rows. If a later row of the same data would overwrite a row, only
-            the later one is written, and both have the same cell.
+            the later row is written, and both rows have the same cell.
 
         Raises:
             TypeError: the data is not a TensorDict, an entry is not a tensor, or ``env_ids`` are not integers.
@@ -319,7 +321,7 @@ class RingWriter(WriterBase):
         The first write may build the index.
 
         Raises:
-            KeyError: the index exists, but the data has no done flag.
+            KeyError: the index exists, but the data lacks a done flag.
             FlagsDifferError: the flags of a row differ, ``done_reduce`` is None, and the index is required.
         """
         rings = self.rings
@@ -404,18 +406,18 @@ class RingWriter(WriterBase):
             self.rings.cut(self.check_ids(env_ids))
 
     def drop(self, count: int | None, env_ids: Tensor | None = None) -> Tensor:
-        """Remove the oldest steps from the rings, and their priorities from the sampler of the buffer.
+        """Remove the oldest steps from the rings, and the priorities of these steps from the buffer's sampler.
 
         Args:
-            count: number of steps to remove from each environment; None for all its steps.
+            count: number of steps to remove from each environment; None removes all steps.
             env_ids: the environments; None for all.
 
         Returns:
             The removed cells, ``[M * count]``, one environment after the other.
 
         Raises:
-            ValueError: an environment has fewer steps, ids are duplicate or unknown, or the storage is not a
-                RingStorage.
+            ValueError: an environment has fewer than ``count`` steps, ids are duplicate or unknown, or the storage is
+                not a RingStorage.
         """
         env = self.check_ids(env_ids)
         if self._ring_storage is None:

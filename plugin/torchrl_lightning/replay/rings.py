@@ -77,7 +77,7 @@ class Rings(process_owned.ProcessOwned, Stateful):
         self.successors = SuccessorCheck()
         """The entries that reveal a trajectory that was cut without a flag."""
         self.reloaded: Flags | None = None
-        """Mask of loaded environments without a later write, ``[num_envs]``, or None."""
+        """Mask of environments that were not written since the last load, ``[num_envs]``, or None."""
         # Whether all positions are equal; whether the filled cells are the first cells.
         self._in_lockstep = self._uniformly_filled = True
         self._ids: Ints = np.arange(num_envs)
@@ -275,7 +275,7 @@ class Rings(process_owned.ProcessOwned, Stateful):
         self._refresh()
 
     def drop(self, env: Ints, count: int | None) -> Tensor:
-        """Remove the ``count`` oldest steps of environments, or all; return their cells, environment by environment."""
+        """Remove the ``count`` oldest or all steps of environments; return the removed cells, sorted by environment."""
         oldest = self._oldest()[env]
         stored = self._positions[env] - oldest
         if count is not None and int(stored.min()) < count:
@@ -325,7 +325,7 @@ class Rings(process_owned.ProcessOwned, Stateful):
         self.after_change()
 
     def mark_written(self, env: Ints) -> None:
-        """Remove environments from ``reloaded``, because they are written after a load."""
+        """Remove environments from ``reloaded`` at their first write after a load."""
         assert self.reloaded is not None
         self.reloaded[env] = False
         if not self.reloaded.any():
@@ -436,7 +436,7 @@ class RingOwner(Protocol):
 
 
 class Dependent(Protocol):
-    """Protocol of a component that derives a stored entry from others."""
+    """Protocol of a component that derives a stored entry from other entries."""
 
     def refresh(self, cells: Ints) -> None:
         """Recompute the entry for ``cells``: all steps of the episodes with a replaced entry."""
@@ -454,7 +454,7 @@ class _WeakWriterRef:
 
 
 def attach_rings(storage: Storage, writer: RingOwner) -> None:
-    """Attach a weak reference to the writer to a storage of any kind."""
+    """Store a weak reference to the writer in a storage of any kind."""
     storage.writer_ref = _WeakWriterRef(writer)
 
 

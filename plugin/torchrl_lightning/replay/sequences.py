@@ -45,17 +45,18 @@ class SequenceSampler(Stateful, SamplerHooks, Sampler):
 
     Args:
         batch_length: steps of a window.
-        episode_ends: ``"inside"``: a window stays in one episode. ``"across"``: it may continue in the next episode;
-            the done flags and ``is_init`` (if stored) mark the border, and ``is_init`` of a batch also marks a
-            trajectory that was cut without a flag. ``"pad"``: a window starts at any step with at least one step after
-            the burn-in; after the end of the episode it repeats the last step, which ``mask`` excludes.
+        episode_ends: ``"inside"``: a window stays in one episode. ``"across"``: a window may continue in the next
+            episode. The done flags and ``is_init`` (if stored) mark the border; ``is_init`` of a batch also marks
+            trajectories that were cut without a flag. ``"pad"``: a window starts at any step with at least one step
+            after the burn-in. After the end of the episode, the window repeats the last step, and ``mask`` excludes the
+            copies.
         burn_in: number of first steps that only warm up a recurrent state; ``mask`` excludes them.
         recurrent_keys: recurrent states. The sampler reads only the first state of a window and expands it over the
             window, with zeros at the start of an episode, as TorchRL's ``GRUModule`` and ``LSTMModule`` expect. It also
             expands the state under ``"next"``.
-        start_states: ``"stored"``: a window starts with the stored state of its first step. ``"zero"``: it starts with
-            zeros, for ``burn_in`` to warm up. Kapturowski et al. (2019) compare both.
-        generator: random generator; the buffer replaces it by its own.
+        start_states: ``"stored"``: a window starts with the stored state of its first step. ``"zero"``: a window starts
+            with a zero state, which ``burn_in`` warms up. Kapturowski et al. (2019) compare both.
+        generator: random generator; a buffer replaces it by the buffer's generator.
 
     Raises:
         ValueError: an option is out of range.
@@ -138,8 +139,8 @@ class SequenceSampler(Stateful, SamplerHooks, Sampler):
         Args:
             storage: the storage of the cells.
             batch_size: number of windows.
-            batch_length: steps of each window, more than ``burn_in``; by default the sampler's own; None for single
-                steps.
+            batch_length: steps of each window, more than ``burn_in``; by default the sampler's ``batch_length``; None
+                for single steps.
 
         Returns:
             Cells ``[B, T]``, and a dict with ``mask`` ``[B, T]`` and the recurrent states; all ``[B]`` for single
@@ -235,11 +236,11 @@ def _first_states(
     """Read recurrent states of windows, ``[B, T, ...]``, in the form that ``GRUModule`` and ``LSTMModule`` expect.
 
     These TorchRL modules read the state at the first step of a row and at each step with ``is_init``. So the first
-    state of a window is expanded over ``T``, and the state is zero at each ``is_init``. If stored, the state under
-    ``"next"`` is also returned, for unrolling over the next observations: the state of the first step, and the stored
-    state at a later ``is_init``. With ``stored=False`` all states are zero. A cut without a flag also splits a window;
-    for windows across cuts, the returned ``is_init`` marks these splits. Without a stored ``is_init``, a trajectory
-    begins with its stored state instead of zero.
+    state of a window is expanded over ``T``, and the state is zero at each ``is_init``. If the state under ``"next"``
+    is stored, it is also returned, for unrolling over the next observations. It contains the state of the first step,
+    and the stored state at a later ``is_init``. With ``stored=False`` all states are zero. A cut without a flag also
+    splits a window; for windows across cuts, the returned ``is_init`` marks these splits. Without a stored ``is_init``,
+    a trajectory begins with its stored state instead of zero.
     """
     has_cuts = episodes is not None and episodes.has_cuts
     if not keys and not has_cuts:
@@ -249,7 +250,7 @@ def _first_states(
         if not has_cuts and not any(key[0] in storage.tree for key in keys):
             return {}
         tree, cells = storage.tree, cells.to(storage.device)
-    else:  # already gathered: index by position
+    else:  # the rows are already gathered, so index them by position
         tree = tree_of(storage.get(cells).reshape(-1))
         cells = torch.arange(cells.numel(), device=index.device).view(cells.shape)
     leaves = dict(leaves_of(tree))

@@ -40,12 +40,12 @@ class SharedLock:
     """A reentrant lock between processes and their threads, which the kernel releases when its holder dies.
 
     It is a POSIX record lock on a file without a name. All threads of a process share their record locks, so a second
-    lock separates the threads. A process loses its record locks when it closes any descriptor of the file, so it keeps
-    only one. A forked process inherits no record locks, so it starts with fresh state.
+    lock separates the threads. A process loses its record locks when it closes any descriptor of the file, so each
+    process has only one descriptor. A forked process inherits no record locks, so it starts with fresh state.
 
     A process that is stopped (SIGSTOP, a debugger) keeps the lock, and the others wait until it continues or ends. With
-    a timeout, they raise a TimeoutError instead; polling then costs a few percent of a core. Do not set a timeout for
-    processes that may be suspended together, because the suspended time counts.
+    a timeout, the waiting processes raise a TimeoutError instead, and their polling costs a few percent of a core. Do
+    not set a timeout for processes that may be suspended together, because the suspended time counts.
 
     Args:
         on_acquire: called after the lock is acquired, e.g. to apply changes of other processes.
@@ -94,7 +94,7 @@ class SharedLock:
         self.renew()
 
     def renew(self) -> None:
-        """Reset the lock between threads, because a forked process copies the state of its parent's threads."""
+        """Reset the lock that separates threads, because a forked process copies the state of its parent's threads."""
         self._thread_lock, self._depth = threading.RLock(), 0
 
     def __enter__(self) -> None:
@@ -124,7 +124,7 @@ class SharedLock:
             try:
                 fcntl.lockf(self._file, operation)
                 return
-            except OSError as error:  # the kernel ignores threads, so two in a process look like a deadlock
+            except OSError as error:  # the kernel ignores threads, so two waiting threads look like a deadlock
                 if error.errno not in (errno.EDEADLK, errno.EAGAIN, errno.EACCES):
                     raise
             if timeout is not None and time.monotonic() - start > timeout and (holder := self._holder()) is not None:

@@ -1,7 +1,7 @@
 """Buffers that several processes share: rings in shared memory, and recovery after a process dies.
 
-``share()`` moves the rings into shared memory. From then on, every process holds a lock between the processes while it
-writes or samples. Unshared rings do not need this module.
+``share()`` moves the rings into shared memory. From then on, every process takes a shared lock to write or to sample.
+Unshared rings do not need this module.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _new_instance(cls: Any) -> Any:
 class _SharedArrays:
     """A mixin that keeps an object's NumPy arrays in shared memory.
 
-    A pickle for a new child process passes the shared memory on. Any other copy is an unshared object.
+    A pickle for a new child process refers to the shared memory. Any other copy is an unshared object.
     """
 
     UNSHARED_TYPE: ClassVar[type]
@@ -98,7 +98,7 @@ class SharedEpisodeIndex(_SharedArrays, EpisodeIndex):
 
 
 class SharedRings(_SharedArrays, Rings):
-    """Rings in shared memory; a process must hold the lock between the processes to change them.
+    """Rings in shared memory; a process must hold the shared lock to change the rings.
 
     Args:
         rings: the unshared rings; do not use them afterwards.
@@ -112,7 +112,7 @@ class SharedRings(_SharedArrays, Rings):
     def __init__(self, rings: Rings) -> None:
         vars(self).update(vars(rings))
         self._sync_state: Ints = np.zeros(4, np.int64)
-        # Steps below this position of a ring are lost if the process dies during its change.
+        # The steps of a ring below this position are lost if a process dies while it changes the ring.
         self._lost_before: Ints = np.zeros(self.num_envs, np.int64)
         # Id of the last writer of each ring; not the process id, because the system reuses the id of a dead process.
         self._writer_ids: Ints = np.zeros(self.num_envs, np.int64)
@@ -254,38 +254,41 @@ class ShareableBuffer(LockedBuffer):
     def share(self, shared: bool = True, *, timeout: float | None = None) -> Self:
         """Move the buffer into shared memory for forked or spawned processes; call this before they start.
 
-        A process holds a lock between the processes while it writes or samples, and sees the steps of the others. If a
-        process is killed while it holds the lock, the others continue. Its last write may be incomplete, so they drop
-        the rings of these environments, log a warning with their ids and begin new episodes there. If a parent process
-        is killed, a child of multiprocessing that has used the buffer ends within seconds.
+        Each process takes a shared lock to write or to sample, and sees the steps of the other processes. If a process
+        is killed while it holds the lock, the other processes continue. The last write of the killed process may be
+        incomplete. The others therefore drop the rings of these environments, log a warning with the environment ids
+        and begin new episodes. If a parent process is killed, a child of multiprocessing that has used the buffer ends
+        within seconds.
 
-        Only one process at a time may write to a ring. If another process writes to it, also as the replacement of a
-        dead one, its first row begins an episode, with or without ``is_init``: two processes never share an episode.
+        Only one process at a time may write to a ring. The first row of another process begins an episode, with or
+        without ``is_init``, because two processes never share an episode. This also applies to a process that replaces
+        a dead process.
 
         A process that is stopped (SIGSTOP, a debugger) while it holds the lock blocks the others until it continues or
-        is killed. With a ``timeout``, the others raise a TimeoutError with its process id; the buffer stays unchanged.
+        is killed. With a ``timeout``, the others raise a TimeoutError with the id of the stopped process; the buffer
+        stays unchanged.
 
         Each process has its own sampler, priorities and transforms. Steps of other processes get the priority of new
         data. Each child process has its own generator. Its seed depends on the generator state of this process at the
         start of the child and on the child's name. Multiprocessing numbers the names by order of start, so runs are
-        reproducible. Write some data first, or let this process write first.
+        reproducible. This process must write to the buffer before any child process does.
 
         A process shares the buffer if it is forked after this call, or gets the buffer as an argument of
-        ``multiprocessing.Process``. All other pickles are unshared copies of the stored rows: ``pickle.dumps``, a queue
-        or pipe, Ray's object store, ``copy.deepcopy``.
+        ``multiprocessing.Process``. All other transfers copy the stored rows into an unshared buffer: ``pickle.dumps``,
+        a queue or pipe, Ray's object store, ``copy.deepcopy``.
 
         Args:
             shared: False does nothing if the buffer is unshared.
             timeout: seconds to wait for the lock or for other processes; None waits without limit. If the buffer is
-                already shared, this changes the timeout of this process only, and None keeps it.
+                already shared, this changes the timeout of this process only, and None keeps the current timeout.
 
         Returns:
             The buffer itself.
 
         Raises:
             RuntimeError: the system has no locks that survive the death of a process (Windows).
-            ValueError: the timeout is not positive or comes with ``shared=False``, the cells are memory-mapped,
-                batches are prefetched, or ``shared=False`` comes for a shared buffer.
+            ValueError: the timeout is not positive, the cells are memory-mapped, batches are prefetched, or
+                ``shared=False`` is combined with a timeout or a shared buffer.
 
         Examples:
             >>> import torch
@@ -364,14 +367,14 @@ class ShareableBuffer(LockedBuffer):
         return self.locked() if self.shared else NO_LOCK
 
     def wait_for(self, attempt: Callable[[], T | None]) -> T | None:
-        """Repeat ``attempt`` under the locks until it does not return None or waiting is stopped.
+        """Repeat ``attempt`` under the locks until it returns a result or waiting is stopped.
 
         Returns:
             The result of the attempt; None if waiting was stopped.
 
         Raises:
-            TimeoutError: the timeout of :meth:`share` is over.
-            ValueError: the buffer is not shared, so that no other process could change it.
+            TimeoutError: the timeout of :meth:`share` has passed.
+            ValueError: the buffer is not shared, so no other process can change it.
         """
         # Poll, because a multiprocessing condition hangs if a waiting process dies.
         if not self.shared:
@@ -396,7 +399,7 @@ class ShareableBuffer(LockedBuffer):
         return None
 
     def stop(self) -> None:
-        """Stop waiting in all processes: current and later calls that wait do nothing and return.
+        """Stop waiting in all processes: calls that wait, now or later, do nothing and return.
 
         This lasts until :meth:`resume`, also after the buffer is emptied. The stored steps stay, and all other calls
         still work. This method takes no lock, so it never waits itself. It does not end the wait for a lock that a
@@ -409,8 +412,8 @@ class ShareableBuffer(LockedBuffer):
         """Allow waiting again after :meth:`stop`, and register this process as a new writer.
 
         The next rows of this process begin new episodes, with or without ``is_init``. Call this after a stop, and in a
-        running process after it restarts its environments. The replacement of a dead process begins new episodes with
-        its first row anyway, without this call.
+        running process after it restarts its environments. A process that replaces a dead process begins new episodes
+        with its first row anyway, and does not need this call.
 
         Raises:
             TimeoutError: another process holds the lock longer than the timeout of :meth:`share`.

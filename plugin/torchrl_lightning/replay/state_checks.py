@@ -27,7 +27,7 @@ from torchrl_lightning._core.validators import optional
 
 
 def sampler_state(sampler: Any, storage: Any) -> Any:
-    """Return the stateful object of a sampler: itself, or a wrapper of a TorchRL sampler with its storage."""
+    """Return the stateful object of a sampler: the sampler, or a wrapper of a TorchRL sampler and its storage."""
     if isinstance(sampler, Stateful):
         return sampler
     name, cells = type(sampler).__name__, storage.max_size
@@ -46,7 +46,7 @@ def _check_same_structure(state: Any, expected: Any, cells: int, owner: str) -> 
         for key, value in expected.items():
             _check_same_structure(state[key], value, cells, f"{owner}'s {key}")
     elif isinstance(expected, Tensor | None) and isinstance(state, Tensor | None):
-        if state is not None:  # any number of cells, or flags of cells
+        if state is not None:  # cell numbers of any length, or a mask of cells
             dtype = torch.bool if state.dtype == torch.bool else torch.int64
             tensor(dtype if expected is None else expected.dtype, None, anywhere=True)(state, owner)
             if state.dtype == torch.int64:

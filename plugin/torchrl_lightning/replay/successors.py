@@ -1,4 +1,4 @@
-"""Detection of trajectories that were cut without a flag, by comparing rows with stored successors."""
+"""Detection of trajectories that were cut without a flag: new rows are compared with stored successors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class SuccessorCheck(Stateful):
 
     The entry ``("next", X)`` of a step equals the entry ``X`` of the following step, unless the episode ends or the
     data were changed before (normalised, relabelled, folded). So an entry is used only after both values were equal
-    once at a step without an end flag, and never again after they differed inside one write. NaN equals NaN.
+    once at a step without an end flag. The entry is never used again after the values differed inside one write. NaN
+    equals NaN.
     """
 
     OWNER = "successor check"
@@ -49,7 +50,7 @@ class SuccessorCheck(Stateful):
         self.matched: set[Path] = set()
         """The entries in use."""
         self.differed: set[Path] = set()
-        """The entries excluded for ever."""
+        """The permanently excluded entries."""
 
     def exclude(self, path: Path) -> None:
         """Exclude an entry from all later comparisons."""
@@ -65,15 +66,16 @@ class SuccessorCheck(Stateful):
         init: Flags,
         is_compared: Flags,
     ) -> tuple[Flags, Path | None, bool]:
-        """Compare the rows to write with the successors of the steps before them.
+        """Compare new rows with the stored successors of the previous steps.
 
         Args:
             paths: the entries that can be compared; each also exists under ``"next"``.
             read_row: a function that returns an entry of the rows, time-major ``[T * M, ...]``.
-            read_successor: a function that returns an entry's stored successors, at the last steps of environments.
+            read_successor: a function that returns the stored successors of an entry at the last step of each
+                environment.
             done: mask of rows that end an episode, ``[T, M]``.
             init: mask of rows that begin an episode, ``[T, M]``; may be empty.
-            is_compared: mask of environments to compare: their first row with the last stored step, ``[M]``.
+            is_compared: mask of environments, ``[M]``; true to compare the first new row with the last stored step.
 
         Returns:
             A mask of environments with a first row that does not continue the stored trajectory, ``[M]``; an entry that
@@ -119,7 +121,7 @@ def comparable_paths(written: Tree | Mapping[str, Any], stored: Tree, flags: Ite
 
     Args:
         written: leaves of the rows to write.
-        stored: leaves in the storage, which may have another form.
+        stored: leaves in the storage, which may have other shapes or dtypes.
         flags: paths of the flags that begin or end episodes.
     """
     written_leaves, stored_leaves = dict(leaves_of(dict(written))), dict(leaves_of(stored))

@@ -21,14 +21,15 @@ class UniformSampler(Stateful, SamplerHooks, Sampler):
     """Sample stored cells uniformly.
 
     ``stratified`` draws the same number of steps from every environment of a :class:`RingWriter`, regardless of the
-    number of its stored steps. If the batch size is not divisible, random environments get one draw more. The sampler
-    splits the steps of an environment into equal intervals with a random offset and draws one step from each. Every
-    step of an environment is equally likely. One environment or a TorchRL storage counts as one ring.
+    number of its stored steps. If the batch size is not divisible by the number of environments, random environments
+    get one more step. The sampler splits the steps of an environment into equal intervals with a random offset and
+    draws one step from each. Every step of an environment is equally likely. A TorchRL storage counts as one
+    environment.
 
     Args:
         with_replacement: allow a cell to occur twice in a batch.
         stratified: draw evenly over the environments and over the steps of each environment.
-        generator: random generator; the buffer replaces it by its own.
+        generator: random generator; a buffer replaces it by the buffer's generator.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -98,8 +99,8 @@ class UniformSampler(Stateful, SamplerHooks, Sampler):
         rng = self.generator
         if 3 * count > stored:
             return torch.randperm(stored, generator=rng, device=rng.device)[:count].cpu()
-        # Draws with replacement stay a uniform set after duplicates are removed, because all cells are treated alike.
-        # A random subset of that set is also uniform.
+        # Draws with replacement are still a uniform random set after duplicates are removed, because all cells are
+        # treated alike. A random subset of that set is also uniform.
         cells = integers_below(stored, count, self.generator).cpu().unique()
         while len(cells) < count:
             cells = torch.cat([cells, integers_below(stored, count, self.generator).cpu()]).unique()
@@ -131,7 +132,10 @@ class UniformSampler(Stateful, SamplerHooks, Sampler):
         return draws
 
     def _sample_strata(self, filled: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """Return environment and rank of each draw: one per interval, with ``draws[e]`` in ``filled[e]`` steps."""
+        """Return environment and rank of each draw.
+
+        The ``filled[e]`` steps of an environment are split into ``draws[e]`` intervals with one draw each.
+        """
         rng = self.generator
         env = torch.repeat_interleave(torch.arange(len(filled)), draws)
         number = torch.arange(len(env)) - (draws.cumsum(0) - draws)[env]

@@ -68,7 +68,7 @@ def check_files(state_path: str | Path, metadata: Mapping[str, Any]) -> tuple[Pa
     """Check a saved buffer without reading its tensors; return the path of the tensor file and the metadata."""
     checked = _check_metadata(metadata)
     path = _find_tensor_file(Path(state_path))
-    # Count the buffer and a copy during reading. The file size limits the sizes in the metadata.
+    # Reading needs memory for the buffer and one copy. The file size is an upper limit for the sizes in the metadata.
     needed = 2 * path.stat().st_size
     check_free_memory(
         needed, str(path), "free some, or change the metadata's device", device=checked["device"] or "cpu"
@@ -76,7 +76,7 @@ def check_files(state_path: str | Path, metadata: Mapping[str, Any]) -> tuple[Pa
 
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # of a safe_open
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # not iterable
             stored = {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
             header = file.metadata() or {}
     except (SafetensorError, OSError, RuntimeError) as error:

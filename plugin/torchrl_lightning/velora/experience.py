@@ -14,7 +14,7 @@ from torchrl_lightning.velora.buffer_files import NAMES
 
 HIDDEN, PREVIOUS = ("next", "recurrent_state"), "recurrent_state"
 KEYS: list[NestedKey] = ["observation", "action", *(("next", key) for key in ("reward", "observation", "terminated"))]
-COLUMNS: dict[str, NestedKey] = dict(zip(NAMES, [*KEYS, HIDDEN], strict=True))  # documented names to keys
+COLUMNS: dict[str, NestedKey] = dict(zip(NAMES, [*KEYS, HIDDEN], strict=True))  # key of each documented name
 
 
 class BatchExperience(TensorClass):

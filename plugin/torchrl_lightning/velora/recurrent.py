@@ -55,7 +55,7 @@ class RecurrentReplayBuffer(BufferBase):
             batch_size: number of transitions; ``None`` uses the buffer's ``batch_size``.
 
         Raises:
-            ValueError: fewer transitions are stored, or ``batch_size`` is invalid.
+            ValueError: fewer than ``batch_size`` transitions are stored, or ``batch_size`` is invalid.
         """
         count = self.batch_size if batch_size is None else integer(batch_size, "batch_size", 0)
         if count is not None and len(self) < count:
@@ -75,11 +75,12 @@ class RecurrentReplayBuffer(BufferBase):
         ``dones`` mark terminal successors, and every stored successor is the true successor.
 
         Args:
-            agent: has ``env.spec`` and ``predict(states, hidden, train_mode=True) -> (actions, hidden)``; ``hidden`` is
-                ``None`` at the first step.
+            agent: an object with ``env.spec`` and ``predict(states, hidden, train_mode=True) -> (actions, hidden)``;
+                ``hidden`` is ``None`` at the first step.
             n_samples: final number of stored transitions; a buffer with at least this number stays unchanged.
             num_envs: number of parallel environments, at least 2.
-            previous_hidden: also store the recurrent states before acting; ``None`` follows the stored transitions.
+            previous_hidden: also store the recurrent states before acting; ``None`` does this if the stored transitions
+                contain them.
 
         Raises:
             ValueError: ``num_envs`` is below 2, ``n_samples`` exceeds the capacity, or the agent, environment or

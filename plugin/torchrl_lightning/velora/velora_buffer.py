@@ -49,7 +49,7 @@ class BufferBase(ExperienceBuffer):
         hidden_dim: length of a recurrent state; ``None`` takes it from the first transition.
         device: device of the transitions; ``None`` means torch's default device.
         scratch_dir: folder for memory-mapped transitions; ``None`` keeps them in memory.
-        sampler: see :class:`ExperienceBuffer`, also for the following arguments.
+        sampler: this and the following arguments are described in :class:`ExperienceBuffer`.
 
     Raises:
         TypeError: the class does not define ``sample``.
@@ -156,7 +156,7 @@ class BufferBase(ExperienceBuffer):
     ) -> None:
         """Add transitions, oldest first; the buffer keeps the last ``capacity`` transitions.
 
-        With rings of several environments, pass each step of all environments: ``n`` is a multiple of their number.
+        With several environments, pass whole steps of all environments: ``n`` must be a multiple of ``num_envs``.
 
         Args:
             states: ``[n, state_dim]``.
@@ -166,7 +166,8 @@ class BufferBase(ExperienceBuffer):
             dones: ``[n]`` or ``[n, 1]``, True if the successor is terminal.
             hiddens: ``[n, hidden_dim]``, the recurrent states after acting.
             truncated: ``[n]`` or ``[n, 1]``, True if the episode was truncated; False by default.
-            previous_hiddens: ``[n, hidden_dim]``, the recurrent states before acting; give them in all calls or none.
+            previous_hiddens: ``[n, hidden_dim]``, the recurrent states before acting; pass them in all calls or in
+                none.
 
         Raises:
             ValueError: an argument is missing or has the wrong size; nothing is written.
@@ -237,7 +238,7 @@ class BufferBase(ExperienceBuffer):
             KeyError: the transitions lack one of the documented columns.
         """
         columns = {name: flatten_entry(data, key) for name, key in COLUMNS.items()}
-        if PREVIOUS in data.keys():  # noqa: SIM118  # of a TensorDict
+        if PREVIOUS in data.keys():  # noqa: SIM118  # a TensorDict iterates over rows
             columns["previous_hiddens"] = flatten_entry(data, PREVIOUS)
         batch: BatchExperience = BatchExperience.from_tensordict(new_tensordict(columns, data.batch_size))
         return batch
@@ -249,7 +250,7 @@ class BufferBase(ExperienceBuffer):
 
     @property
     def position(self) -> int:
-        """Row of the next transition.
+        """Index of the row for the next transition.
 
         Raises:
             RuntimeError: the rings of several environments are unevenly filled.
@@ -340,13 +341,14 @@ class BufferBase(ExperienceBuffer):
 
         Raises:
             FileNotFoundError: the file does not exist.
-            ValueError: an entry of the metadata is missing or invalid, the file is truncated, corrupted or has another
-                format, the two contradict each other, or the memory does not suffice; nothing is allocated before.
+            ValueError: an entry of the metadata is missing or invalid, the file is truncated or corrupted or has
+                another format, file and metadata contradict each other, or the memory does not suffice. Nothing is
+                allocated then.
         """
         path, checked = check_files(state_path, metadata)
         size = checked["size"]
         buffer = cls(*(checked[name] for name in DIMS), device=checked["device"] or "cpu")
-        # Write the rows of a full ring before the oldest row twice, so that position and rows stay the same.
+        # If the ring is full, write the rows before the oldest row twice, so that position and rows stay the same.
         rewritten = checked["position"] if size == checked["capacity"] else 0
         with safe_open(path, framework="pt", device="cpu") as file:
             columns = [file.get_slice(name) for name in NAMES]
