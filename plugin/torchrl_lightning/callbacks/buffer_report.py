@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 
 class BufferReport(SparseCallback):
-    """Write an HTML report of the buffer at each evaluation, with the counts and ages of the sampled steps.
+    """Write an HTML report of the buffer at each evaluation, with sample counts and ages of steps.
 
     The callback counts every eighth batch from the start of this run. Rank zero replaces the file atomically.
 
     Args:
         path: The HTML file.
-        last: The maximum number of cells to inspect, newest first.
+        last: The maximum number of newest cells to inspect.
 
     Raises:
         ValueError: ``last`` is not positive.
@@ -47,7 +47,7 @@ class BufferReport(SparseCallback):
         self._batches = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start counting samples if the buffer has a writer with cells."""
+        """Start to count samples if the buffer's writer has cells."""
         writer = getattr(_buffer(trainer), "writer", None)
         length, num_envs = getattr(writer, "length", None), getattr(writer, "num_envs", None)
         self._sample_counter = SampleCounter(length, num_envs) if length and num_envs else None
@@ -62,7 +62,7 @@ class BufferReport(SparseCallback):
             self._count_samples(batch)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the report during a fit."""
+        """Write the report if the validation is part of a fit."""
         buffer = _buffer(trainer)
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or not trainer.is_global_zero:
             return

@@ -20,12 +20,11 @@ from torchrl_lightning._core.files import replaced_files
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Write each checkpoint to a temporary file in the same folder, flush it to disk, and rename it.
 
-    Lightning writes to the system's temporary folder. If that folder is on another filesystem, Lightning copies the
-    file, and a killed process or a full disk leaves only an incomplete checkpoint. The next save into the same folder
-    removes the temporary files of killed processes. Lightning still writes checkpoints that are not local files, and
-    still removes old checkpoints. Local checkpoints are read within the limits of ``_core/file_limits.py``. The limits
-    do not apply with ``weights_only=False``, or after you register classes with
-    ``torch.serialization.add_safe_globals``.
+    Lightning writes to the system's temporary folder. If this folder is on another filesystem, Lightning copies the
+    file, and a killed process or a full disk then leaves an incomplete checkpoint. The next save into the same folder
+    removes the temporary files of killed processes. Lightning's own code still writes remote checkpoints and removes
+    old checkpoints. Local checkpoints must be within the limits of ``_core/file_limits.py``. These limits do not apply
+    with ``weights_only=False``, or after you register classes with ``torch.serialization.add_safe_globals``.
 
     Our commands add this plugin to ``trainer.plugins``. :class:`~torchrl_lightning.LastCheckpoint` and
     :class:`~torchrl_lightning.BestCheckpoint` replace Lightning's default plugin by it.
@@ -55,7 +54,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             with replaced_files(target) as (file,):
                 torch.save(checkpoint, file)
         except (OSError, RuntimeError) as error:
-            cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch wraps it
+            cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch wraps the OSError
             if not isinstance(cause, OSError):
                 raise
             message = f"{cause.strerror or cause}; no checkpoint was written, and an existing one is unchanged"
@@ -72,7 +71,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def read_within_limits(source: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
-    """Read a checkpoint like Lightning, and apply the limits to local and open files of plain values and tensors."""
+    """Read a checkpoint like Lightning; a local or open file of only plain values and tensors has size limits."""
     is_path = isinstance(source, str | Path)
     is_local = not is_path or isinstance(get_filesystem(source), LocalFileSystem)
     if weights_only is False or not is_local or _has_registered_classes():

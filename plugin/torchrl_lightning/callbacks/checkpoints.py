@@ -31,27 +31,27 @@ class InSearch(Protocol):
     """A callback of a run that belongs to a search.
 
     Attributes:
-        resume_advice: How to continue the search after the run was stopped, for a log message.
+        resume_advice: Part of a log message: how to continue the search after a stop of the run.
     """
 
     resume_advice: str
 
 
 class LastCheckpoint(SparseCallback, Checkpoint):
-    """Save the latest state of a run in one file, also if Ctrl-C or an exception ends the run.
+    """Save the latest state of a run in one file.
 
-    The callback saves after each evaluation, at the end of training, and on Ctrl-C or an exception. A resumed run
-    first makes the remaining updates of its last rollout, then collects the next one. Lightning's own ``save_last``
-    saves only in steps that also save a best checkpoint.
+    The callback saves after each evaluation, at the end of training, and on Ctrl-C or an exception. A resumed run first
+    makes the remaining updates of its last rollout, and then collects the next rollout. In contrast, Lightning's
+    ``save_last`` saves only in steps that also save a best checkpoint.
 
     If the last epoch is not a multiple of ``check_val_every_n_epoch``, the callback also evaluates the final state.
-    Put this callback after a :class:`BestCheckpoint`, so that the best checkpoint can be the last state.
+    Put this callback after :class:`BestCheckpoint` in the list, so that the final state can become the best checkpoint.
 
-    With several ranks, Ctrl-C and SIGTERM stop all ranks at the same step, and they save. An exception saves nothing:
-    it ends one rank while the others wait for its gradients, and a checkpoint needs the state of all ranks. The
-    previous checkpoint stays.
+    With several ranks, Ctrl-C and SIGTERM stop all ranks at the same step, and all ranks save. After an exception in
+    one rank, nothing is saved, because a checkpoint needs the state of all ranks and the other ranks wait for
+    gradients. The previous checkpoint stays.
 
-    Unlike Lightning's ``OnExceptionCheckpoint``, the file never makes a later run resume automatically: pass it as
+    Unlike with Lightning's ``OnExceptionCheckpoint``, a later run does not resume automatically. Pass the file as
     ``ckpt_path``.
 
     Args:
@@ -75,7 +75,7 @@ class LastCheckpoint(SparseCallback, Checkpoint):
         use_atomic_checkpoints(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start watching: a run that fails earlier has not learned anything."""
+        """Start watching; before this hook, a run has not learned anything that must be saved."""
         self._training = True
         self._start_batches = self._evaluated_batches = trainer.fit_loop.total_batch_idx
         self._start_clock = DataApi.of_run(trainer).clock
@@ -87,17 +87,17 @@ class LastCheckpoint(SparseCallback, Checkpoint):
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the final state, and evaluate it if it is not yet evaluated."""
+        """Save the final state, and evaluate this state unless it is already evaluated."""
         batches = trainer.fit_loop.total_batch_idx
         if batches != self._start_batches:
-            # Save even after an evaluation: the last epoch is complete only now.
+            # Save again even if an evaluation has just saved, because the last epoch is complete only now.
             self._save(trainer)
             if batches != self._evaluated_batches and trainer.enable_validation:
                 self._evaluate_saved_state(trainer)
         self._training = False
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save the state before collector and buffer close, and log the path; do nothing without new progress."""
+        """Save the state before collector and buffer close, and log the path; do nothing if nothing was learned."""
         was_training, self._training = self._training, False
         state = trainer.fit_loop.total_batch_idx, DataApi.of_run(trainer).clock
         if not was_training or _is_fast_dev_run(trainer) or state == (self._start_batches, self._start_clock):
@@ -132,7 +132,8 @@ class LastCheckpoint(SparseCallback, Checkpoint):
     def _evaluate_saved_state(self, trainer: Trainer) -> None:
         """Evaluate the saved state without changing it, except for the states of the callbacks.
 
-        The checkpoint then includes the results of this evaluation in callbacks, such as the path of the best state.
+        The checkpoint then also contains the callbacks' results of this evaluation, such as the path of the best
+        checkpoint.
         """
         self._training = False  # on_validation_end must not save again
         before = _callback_states(trainer)
@@ -166,7 +167,7 @@ def _is_fast_dev_run(trainer: Any) -> bool:
 
 
 def _would_fail_again(exception: BaseException) -> bool:
-    """Return True if the same command would fail again: with an unusable disk, or through a user error."""
+    """Return True if the same command would fail again, because of an unusable disk or a user error."""
     is_user_error = isinstance(exception, UserError) and not isinstance(exception, EnvironmentFault)
     return is_user_error or (
         isinstance(exception, OSError) and not isinstance(exception, TimeoutError | ConnectionError)
@@ -194,11 +195,11 @@ def run_validation(trainer: Trainer) -> None:
 
 
 class BestCheckpoint(SparseCallback, ModelCheckpoint):
-    """Keep the best checkpoint like Lightning's ``ModelCheckpoint``, and prefer the latest of equal scores.
+    """Keep the best checkpoint like Lightning's ``ModelCheckpoint``; of equal scores, keep the latest checkpoint.
 
-    If returns are bounded, the first policy that reaches the bound in a few episodes is rarely the best one. With a
-    monitor ``eval/...``, the callback skips validations without episodes, such as the validation of an environment
-    model. It accepts the arguments of ``ModelCheckpoint``.
+    If returns are bounded, the first policy that reaches the bound in a few episodes is rarely the best policy. If the
+    monitor begins with ``eval/``, the callback skips validations without episodes, such as the validation of an
+    environment model. The callback accepts the arguments of ``ModelCheckpoint``.
 
     Examples:
         >>> BestCheckpoint(monitor="eval/return", mode="max").monitor
@@ -217,7 +218,7 @@ class BestCheckpoint(SparseCallback, ModelCheckpoint):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the checkpoint if it is among the best; skip validations without episodes."""
         kind, known = EVALUATION, trainer.callback_metrics
-        expected = (*known, *episode_metrics(trainer))  # the latter are logged once an episode ends
+        expected = (*known, *episode_metrics(trainer))  # episode metrics are logged after the first end of an episode
         if self.monitor is not None and self.monitor not in expected and trainer.state.fn == TrainerFn.FITTING:
             evaluation_metrics = [name for name in known if name.startswith(kind)]
             if evaluation_metrics and not trainer.sanity_checking:
@@ -226,7 +227,7 @@ class BestCheckpoint(SparseCallback, ModelCheckpoint):
             super().on_validation_end(trainer, pl_module)
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
-        """Return True if the current policy is at least as good as the worst saved policy."""
+        """Return True if the current score is at least as good as the worst saved score."""
         worst_saved = self.best_k_models.get(self.kth_best_model_path)
         is_tie = worst_saved is not None and current is not None and bool(current == worst_saved)
         return is_tie or super().check_monitor_top_k(trainer, current)

@@ -18,15 +18,16 @@ logger = logging.getLogger(__name__)
 
 
 class EpisodeVideo(SparseCallback):
-    """Write a video of one episode at every n-th evaluation, played like the evaluation episodes.
+    """Write a video of one evaluation episode at every n-th evaluation.
 
-    All videos of a run start in the same state, which training never sees. Recording does not change training. Rank
-    zero writes each video and names it by the number of frames so far. The images of an episode stay in memory until
-    it ends.
+    All videos of a run start in the same state, which training never uses. Recording does not change training. Rank
+    zero writes each video, with the number of frames so far in the file name. The images of an episode stay in memory
+    until the episode ends.
 
     Args:
         dirpath: The output folder, created when needed.
-        every_n_evaluations: Evaluations from one video to the next, starting with the first evaluation of this fit.
+        every_n_evaluations: Number of evaluations from one video to the next. The first evaluation of a fit has a
+            video.
 
     Raises:
         ValueError: ``every_n_evaluations`` is below 1.
@@ -46,7 +47,7 @@ class EpisodeVideo(SparseCallback):
         self._evaluations = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Validate that the evaluation environment can be recorded, before training."""
+        """Validate before training that the evaluation environment can be recorded."""
         if stage != "fit" or not trainer.is_global_zero:
             return
         data = DataApi.of_run(trainer)
@@ -57,7 +58,7 @@ class EpisodeVideo(SparseCallback):
         self._evaluations = 0
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write a video during a fit."""
+        """Write a video if the validation is part of a fit and a video is due."""
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or not trainer.is_global_zero:
             return
         self._evaluations += 1

@@ -30,8 +30,8 @@ class FramesProgressBar(SparseCallback, ProgressBar):
     DataModule does not have ``frames`` and ``total_frames``.
 
     Args:
-        refresh_every: Seconds between two refreshes; refreshing at each batch would take a tenth of a small update.
-            The interval is at least ten seconds if stderr is not a terminal.
+        refresh_every: Seconds between two refreshes. A refresh at each batch would take a tenth of a small update's
+            time. The interval is at least ten seconds if stderr is not a terminal.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -111,7 +111,7 @@ class FramesProgressBar(SparseCallback, ProgressBar):
         self._close()
 
     def _show_compilation(self) -> None:
-        """Show that kernels are compiling, until the first frames are collected."""
+        """Until the first frames are collected, display that kernels are being compiled."""
         if self._bar is not None and not self._has_new_frames and self._bar.desc != COMPILING:
             self._bar.set_description_str(COMPILING)
 
@@ -132,7 +132,7 @@ class FramesProgressBar(SparseCallback, ProgressBar):
         if bar.total is not None:
             bar.total = max(bar.total, count)
         if not self._has_new_frames and count > bar.n:
-            # Exclude the start of workers and the compilation of kernels from the estimate of the time left.
+            # The estimate of the remaining time must not include the start of workers and the compilation of kernels.
             self._has_new_frames = True
             bar.n = bar.last_print_n = count
             bar.last_print_t = time.time()

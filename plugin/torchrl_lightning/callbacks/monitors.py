@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 def check_monitor(monitor: Any, trainer: Any, module: Any) -> None:
-    """Validate the name of a monitored metric before training, as far as the metric names are known.
+    """Validate the name of a monitored metric before training, if the metric names of the run are known.
 
     All training metrics are known if learner, DataModule, buffer and collector are ours, and all callbacks are ours or
     Lightning's. All evaluation metrics are known if one class defines both the learner's evaluation and its metric
     names, and all callbacks are ours or Lightning's. Otherwise, an unfamiliar name may be a metric of the user's code.
-    An unfamiliar training metric logs a warning.
+    If a training metric has an unfamiliar name, a warning is logged.
 
     Raises:
         ValueError: The run will not log the metric.
@@ -57,7 +57,7 @@ def unknown_metric(monitor: str, known: Iterable[str]) -> UserError:
 
 
 def _suggestion(monitor: str, known: Iterable[str]) -> str:
-    """Return the end of a message: the most similar metric or all metrics; ignore the prefix ``train/``."""
+    """Return the end of a message, with the most similar metric or all metrics; ignore the prefix ``train/``."""
     if not monitor.startswith(TRAINING):
         return did_you_mean(monitor, known)
     known = sorted(known)
@@ -98,7 +98,7 @@ def _has_known_callbacks(trainer: Any) -> bool:
 
 
 def _is_ours(part: Any) -> bool:
-    """Return True if this package defines the object, or the class or function in a partial; True for None."""
+    """Return True if this package defines the object, or the class or function of a partial, or if it is None."""
     part = part.func if isinstance(part, partial) else part
     owner = part if inspect.isclass(part) or inspect.isroutine(part) else type(part)
     return part is None or owner.__module__.partition(".")[0] == _PACKAGE

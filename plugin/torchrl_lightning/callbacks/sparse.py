@@ -10,8 +10,8 @@ from lightning.pytorch import Callback
 class SparseCallback(Callback):
     """A callback without the hooks that Lightning calls at each batch and update.
 
-    Lightning calls even empty hooks, at about 4 us each: five callbacks would take a fortieth of a small agent's
-    training time. Lightning skips a hook that is None. Subclasses define only the hooks that they need.
+    Lightning also calls empty hooks, and each call takes about 4 us. Five callbacks would take a fortieth of a small
+    agent's training time. Lightning skips a hook that is None. Subclasses define only the hooks that they need.
     """
 
     on_train_batch_start: Any = None

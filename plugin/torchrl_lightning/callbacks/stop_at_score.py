@@ -29,11 +29,11 @@ def _threshold(value: Any, name: str) -> float:
 class StopAtScore(SparseCallback):
     """End training at the first evaluation whose score reaches a threshold.
 
-    Lightning's ``EarlyStopping`` requires a score above the threshold. CartPole's maximum return of 500 would never
-    exceed a threshold of 500.
+    Lightning's ``EarlyStopping`` requires a score above the threshold. With a threshold of 500, CartPole would never
+    stop, because its maximum return is 500.
 
     Args:
-        stopping_threshold: The lowest score that ends training, with tolerance for rounding.
+        stopping_threshold: The lowest score that ends training. Rounding errors are tolerated.
         monitor: The name of the logged metric to use as the score.
 
     Raises:
@@ -55,7 +55,7 @@ class StopAtScore(SparseCallback):
         check_monitor(self.monitor, trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End training if the score reaches the threshold; raise ValueError if an evaluation does not log it."""
+        """End training if the score reaches the threshold; raise ValueError if an evaluation does not log the score."""
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
         metrics = trainer.callback_metrics

@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 class TrialReport(SparseCallback):
     """Report each evaluation to this run's trial in an Optuna study, and end the run if the pruner rejects it.
 
-    The callback selects the running trial with this run's settings, unless another run has already claimed it. It
-    reports scores over environment frames, so that the pruner compares trials at equal frames. A pruned run logs when
-    it ended, runs the evaluation after training and returns its score: Hydra's sweeper does not support pruned trials
-    and counts the trial as complete.
+    The callback selects a running trial that has this run's settings and that no other run has claimed. It reports
+    scores over environment frames, so that the pruner compares trials at equal numbers of frames. A pruned run logs its
+    number of frames, runs the evaluation after training, and returns the score. Its trial counts as complete, because
+    Hydra's sweeper does not support pruned trials.
 
     Args:
         study_name: The name of an existing study.
@@ -33,7 +33,8 @@ class TrialReport(SparseCallback):
         overrides: The overrides of this run, such as ``model.gamma=0.9``. They identify its trial.
         folder: The folder of the run, stored in the trial as ``folder``.
         monitor: The name of the reported metric.
-        pruner: An Optuna pruner, which decides at each report whether to end the run; None never ends it.
+        pruner: An Optuna pruner, which decides at each report whether to end the run. With None, the run is never
+            pruned.
 
     Source:
         Golovin et al., 2017: Google Vizier, section 3.2.2, for the median rule.
@@ -61,13 +62,13 @@ class TrialReport(SparseCallback):
         self._trial: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Validate the name of the metric and find the trial, before training."""
+        """Before training, validate the name of the metric and find the trial."""
         check_monitor(self.monitor, trainer, pl_module)
         if stage == "fit" and trainer.is_global_zero:
             self._trial = self._find_trial()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report the metric during a fit, and end the fit if the pruner rejects it."""
+        """During a fit, report the metric, and end the fit if the pruner rejects the trial."""
         value = trainer.callback_metrics.get(self.monitor)
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or value is None:
             return
@@ -84,7 +85,7 @@ class TrialReport(SparseCallback):
         logger.info("ended early after %d %s: %s=%.4g is worse than in other trials.", count, unit, self.monitor, value)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Mark the trial as trained, to distinguish a finished run without a score from a killed run."""
+        """Mark the trial as trained, because a finished run without a score must differ from a killed run."""
         if stage == "fit" and self._trial is not None:
             self._trial.set_user_attr("trained", True)
 

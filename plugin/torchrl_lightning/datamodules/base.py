@@ -85,34 +85,32 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
     Args:
         env: an environment id, a factory of one Gymnasium or TorchRL environment, or a ready environment: a
             :class:`gymnasium.vector.VectorEnv`, or any ``EnvBase``.
-        num_envs: parallel environments on each rank. A batched TorchRL environment has its own number. For collectors
-            on a cluster it is the sum over all ranks.
-        frames_per_batch: frames of a rollout on each rank, a multiple of the number of environments. For a collector
-            with workers it is the rollout of one worker.
-        total_frames: environment frames, summed over ranks, after which training stops, also as ``1e5``; -1 for never.
-            Rollouts are whole. Replayed steps count separately; as many of them without a new frame also stop training.
+        num_envs: parallel environments on each rank. A batched TorchRL environment has its own number. With collectors
+            on a cluster, ``num_envs`` counts the environments of all ranks.
+        frames_per_batch: frames of a rollout on each rank, a multiple of the number of environments. If the collector
+            has workers, this is the size of one worker's rollout.
+        total_frames: training stops after this number of frames of all ranks (also as ``1e5``); -1 for no limit. The
+            last rollout may exceed it. This number of replayed steps without a new frame also stops training.
         collector: a callable that takes the policy and returns any TorchRL collector; by default a
             :class:`~torchrl_lightning.GymnasiumCollector` over ``env``, or TorchRL's own for a TorchRL environment. Its
-            parameters ``seed`` and ``reset_at_each_batch``, if it has them, receive the seed of the rank and the
-            argument below. Several ranks require ``seed``. If ``frames_per_batch`` is not bound yet, it also receives
-            environment and sizes: its workers divide ``num_envs``, and the ranks divide its ``num_collectors``.
-        reset_at_each_batch: begin each rollout with a seeded reset; rollouts need several steps then. This cuts
-            episodes, but a resumed run equals an uninterrupted one bit for bit, although environments are not stored.
-        eval_env: the environment of evaluation episodes, in the form of ``env``; by default a new ``env``. It must be
-            the environment that collection steps. Other wrappers are allowed, with a warning.
-        eval_episodes: finished episodes of one evaluation.
+            parameters ``seed`` and ``reset_at_each_batch``, if any, receive the rank's seed and the argument below;
+            several ranks require ``seed``. If ``frames_per_batch`` is not bound yet, the callable also receives the
+            environment and the sizes. Workers then divide ``num_envs``, and ranks divide ``num_collectors``.
+        reset_at_each_batch: begin each rollout with a seeded reset; rollouts then need several steps. Resets cut
+            episodes, but make a resumed run equal to an uninterrupted run bit for bit, without stored environments.
+        eval_env: the environment of evaluation episodes, in a form that ``env`` accepts; by default a new ``env``. It
+            must be the same environment as in collection. Different wrappers only log a warning.
+        eval_episodes: number of complete episodes in an evaluation.
         eval_num_envs: parallel environments of an evaluation.
-        eval_mode: ``deterministic`` plays the mode of the policy's distribution, ``sampled`` a sample of it.
+        eval_mode: ``deterministic`` takes the mode of the policy's distribution as action, ``sampled`` takes a sample.
         normalize_observation: standardise observations for policy and module by running moments over all environments
-            and ranks: True for all entries, or the names of some. Rollouts are normalised on collection, with the
+            and ranks. True selects all entries, a list selects by name. Rollouts are normalised on collection, with the
             moments of earlier rollouts. Replay buffers store raw steps, and each drawn batch is normalised.
-        normalize_reward: divide rewards by the running standard deviation of their discounted sum, except in metrics.
+        normalize_reward: divide rewards, except in metrics, by the running standard deviation of their discounted sum.
         normalize_clip: largest absolute value of a normalised entry.
-        normalize_epsilon: added to the variances before the division. Use 1e-4 if hindsight replaces values that hardly
-            vary, such as the height of goals on a table.
-        freeze_statistics: never update the initial moments, which :meth:`load_normalization` loads.
-        seed: seed of the run, drawn from torch's global generator if None. Environments, evaluations and buffer of each
-            rank get their own seeds from it.
+        normalize_epsilon: added to the variances. Use 1e-4 if hindsight replaces nearly constant goals.
+        freeze_statistics: keep the moments that :meth:`load_normalization` loads, and never update them.
+        seed: seed of the run, from which each rank's parts get their seeds. None draws it from torch's generator.
 
     Raises:
         ValueError: A size is not positive, or ``frames_per_batch`` does not fit ``num_envs`` and the resets.
@@ -120,7 +118,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
 
     CONFIG_NAME: ClassVar[str | None] = None
     RUNTIME_ARGUMENTS: ClassVar[tuple[str, ...]] = ("freeze_statistics",)
-    make_buffer: Any  # a setting of each subclass
+    make_buffer: Any  # each subclass declares it as a setting
     env: Any = setting(kw_only=False)
     num_envs: PositiveInt = 8
     frames_per_batch: PositiveInt = 1024
@@ -179,7 +177,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
 
     @property
     def specs(self) -> EnvironmentSpecs:
-        """Specs of one environment's observation (normalised if set) and action, and the number of environments."""
+        """Specs of one environment's action and (if set, normalised) observation, and the number of environments."""
         return self._normalization.specs(self._environments.specs)
 
     @property
@@ -189,7 +187,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
 
     @cached_property
     def envs_per_worker(self) -> int:
-        """Environments of one worker of the collector; all if the collector has no workers."""
+        """Number of environments of each worker; ``num_envs`` if the collector does not have workers."""
         return envs_per_worker(self.make_collector, self.num_envs)
 
     @property
@@ -213,14 +211,14 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         return self.frames, "frames"
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the last rollout or epoch: episode means, ``time/*`` seconds, and metrics of parts."""
+        """Return the last rollout's or epoch's metrics: episode means, seconds (``time/*``), and the parts' metrics."""
         return {**self._clock.metrics(), **self._stream.api.metrics(), **self._metrics}
 
     def setup(self, stage: str) -> None:
-        """Build environment and buffer and draw a missing seed, once; later calls change nothing.
+        """Build the environment and the buffer, and draw a seed if it is missing; later calls change nothing.
 
         Raises:
-            ValueError: The learner, the environment or a part does not fit the others.
+            ValueError: The learner, the environment and the parts do not fit each other.
         """
         super().setup(stage)
         if self.trainer is not None:
@@ -228,7 +226,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         self.seed = check_seed(self.seed)
         if stage == "fit":
             check_surroundings(self.trainer, self._learner)
-            self._user_collector_options()  # raises errors of the user's collector before anything is built
+            self._user_collector_options()  # validates the user's collector before anything is built
             self._environments.get_or_build()
             if self.make_collector is None and self.trainer is not None:
                 self._clock.announce(self.frames_per_batch * self.world_size, self.trainer)
@@ -244,8 +242,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
     def check_fit(self, learner: Any = None) -> Iterator[str]:
         """Check one by one that the parts fit the environment, the learner and each other.
 
-        Parts that are not built yet are built for the check only. The command calls this when it builds the parts, a
-        fit calls it in :meth:`setup`.
+        Parts that are not built yet are built only for this check. The command and :meth:`setup` call this method.
 
         Yields:
             The name of each argument before its check.
@@ -278,7 +275,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         self.close()
 
     def close(self) -> None:
-        """Close collector, worker processes and environment; safe at any time and repeatedly."""
+        """Close the collector, its worker processes and the environment. Call this at any time, also repeatedly."""
         self._learner_api_cache = None
         try:
             self._stream.close()
@@ -302,12 +299,12 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore counters, generators and a stored buffer; the collector is restored when it is first built.
 
-        Before ``setup("fit")`` counters and normalisation statistics are restored immediately, the rest in ``setup``.
-        For an evaluation only the frame count and the statistics are restored, on any number of ranks.
+        Before ``setup("fit")``, this method restores only counters and normalisation statistics, and ``setup`` restores
+        the rest. An evaluation restores only the frame count and the statistics, on any number of ranks.
 
         Raises:
             ValueError: The state comes from another environment, buffer, number of ranks or state version.
-            FileNotFoundError: A buffer that was stored beside the checkpoint no longer exists.
+            FileNotFoundError: The buffer was stored outside of the checkpoint, and its files no longer exist.
         """
         evaluates = self.trainer is not None and self.trainer.state.fn not in (None, TrainerFn.FITTING)
         if not (self._is_set_up or evaluates):
@@ -347,7 +344,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         (copy.deepcopy(self._normalization) if trial else self._normalization).load_normalization(statistics)
 
     def _statistics_loaders(self, state: dict[str, Any]) -> list[tuple[Callable[[Any], Any], Any]]:
-        """Return (load function, state) of each normaliser, the same on all ranks."""
+        """Return a pair for each normaliser: its load function, and its state, which is the same on all ranks."""
         return [(self._normalization.load_statistics, state["normalization"])]
 
     def check_state(self, state: dict[str, Any], learner: Any = None) -> None:
@@ -361,11 +358,11 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         return int(state["ranks"][0]["frames"])
 
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
-        """Return the settings that a checkpoint and a run of ``learner`` (default: the trainer's) must share."""
+        """Return the settings that must be equal in a checkpoint and a run; None is the trainer's learner."""
         return run_fingerprint(self)
 
     def _get_or_build_buffer(self, learner: Any = None, *, trial: bool = True) -> Any:
-        """Return the buffer, or build one: by default a temporary one, because ranks may be forked later."""
+        """Return the buffer, or build one; with ``trial``, it is temporary, because ranks may be forked later."""
         if self.buffer is not None:
             return self.buffer
         return build_buffer(self.make_buffer, learner or self._learner, trial=trial, **self._buffer_sizes)
@@ -406,18 +403,18 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         return collector_options(self.make_collector, self.world_size, **options) if self.make_collector else {}
 
     def _wrap_env(self, env: VectorEnv | EnvBase) -> Any:
-        """Return the collection environment, wrapped if the buffer needs it."""
+        """Return the collection environment, with a wrapper if the buffer needs one."""
         return env
 
     def _wrap_policy(self, policy: Any) -> Any:
-        """Return the collection policy, wrapped if the buffer needs it."""
+        """Return the collection policy, with a wrapper if the buffer needs one."""
         return policy
 
     def _open_collector(self, policy: Any) -> None:
-        """Build the collector; call this after weights are restored and on their device."""
+        """Build the collector; the weights must already be restored and on their device."""
         if self.make_collector is None:
             self._stream.open(lambda: self._build_default_collector(policy))
-        else:  # some TorchRL collectors reduce the threads of this process
+        else:  # some TorchRL collectors reduce this process's number of threads
             self._stream.open(lambda: self._build_user_collector(policy), policy=policy, context=preserve_num_threads())
 
     def _build_default_collector(self, policy: Any) -> tuple[CollectorApi, Iterator[TensorDictBase]]:
@@ -458,7 +455,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         return None if rollout is None else self._stream.with_env_ids(rollout)
 
     def _next_rollout(self) -> TensorDictBase | None:
-        """Return the next rollout as the open collector delivers it; None when it has ended."""
+        """Return the next rollout as the open collector delivers it; None when the collector has ended."""
         rollout = self._stream.next()
         if rollout is None:
             logger.warning("the collector ended after %d frames; training stops.", self.frames)
@@ -466,11 +463,11 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         return rollout
 
     def evaluate(self, policy: Any, episodes: int | None = None, *, deterministic: bool | None = None) -> TensorDict:
-        """Play finished episodes in separate environments, with seeds that training never sees.
+        """Play complete episodes in separate environments, with seeds that training never uses.
 
         Args:
             policy: the policy to evaluate; its observations are normalised as in training.
-            episodes: number of episodes; ``eval_episodes`` if None.
+            episodes: number of complete episodes; ``eval_episodes`` if None.
             deterministic: play the mode of the policy's distribution instead of a sample; ``eval_mode`` if None.
 
         Returns:

@@ -44,8 +44,8 @@ class DynamicsDataModule(ExperienceDataModule):
 
     A Lightning epoch is one pass over the training part. A fit ends when the module ends it, or after
     ``max_epochs_per_fit`` epochs. The next epoch then collects ``frames_per_fit`` frames with the module's policy and
-    begins a new fit to all stored rows, standardised by their training part. Before the first fit, ``warmup_frames``
-    frames are collected with random actions.
+    begins a new fit to all stored rows. The moments of the training part standardise the rows. Before the first fit,
+    ``warmup_frames`` frames are collected with random actions.
 
     ``train_dataloader`` yields batches ``[M, B]`` from :class:`~torchrl_lightning.DynamicsTargets`:
     ``inputs [M, B, D_in]``, ``targets [M, B, D_out]`` and optionally ``terminated [M, B, 1]``. Each of the ``M``
@@ -63,12 +63,12 @@ class DynamicsDataModule(ExperienceDataModule):
             :class:`~torchrl_lightning.MBReplayBuffer`.
         batch_size: rows of each member in a batch.
         num_members: members of the ensemble, ``M``.
-        frames_per_fit: new frames before each further fit, over all environments; fit ``f`` (counted from 0) begins
-            after ``warmup_frames + f * frames_per_fit`` frames, rounded up to whole rollouts.
+        frames_per_fit: new frames of all environments before each fit except the first. Fit ``f`` (counted from 0)
+            begins after ``warmup_frames + f * frames_per_fit`` frames, rounded up to whole rollouts.
         warmup_frames: frames collected with random actions before the first fit; a collector given as ``collector=``
             needs its own ``init_random_frames`` for them.
         max_epochs_per_fit: largest number of epochs in a fit.
-        validation_fraction: share of the rows that is held out; a row never changes sides.
+        validation_fraction: share of the rows that is held out. A row stays on its side of the split for the whole run.
         max_validation: largest number of held-out rows.
         observation_keys: the observations to learn, in the order of their columns; all of them if None.
         reward: an analytic reward (see :class:`~torchrl_lightning.DynamicsTargets`), which replaces a learned one.
@@ -80,8 +80,8 @@ class DynamicsDataModule(ExperienceDataModule):
 
     Raises:
         ValueError: A number is out of range. In ``setup``: an observation is discrete. At the beginning of a fit: a
-            part of the split is empty, the training part is smaller than a batch, or a stored number is NaN or infinite
-            (with the name of its column).
+            part of the split is empty, the training part is smaller than a batch, or a stored number is NaN or
+            infinite; the message then names its column.
 
     Examples:
         >>> from torchrl_lightning import MBReplayBuffer
@@ -138,8 +138,9 @@ class DynamicsDataModule(ExperienceDataModule):
         self.epochs_of_fit = 0
         self._order_seed = 0
         self._epoch_of_pass: int | None = None  # the Lightning epoch of the current pass
-        self._resumed = False  # whether a checkpoint was restored and no loader was requested since
-        # Data of the current fit, empty until read. One tensor has all columns: separate ones take 50 % longer to read.
+        self._resumed = False  # whether a checkpoint was restored but Lightning has not requested a loader yet
+        # Data of the current fit, empty before the first read. One tensor has all columns, because separate tensors
+        # take 50 % longer to read.
         self._training = torch.zeros(0, 0)
         self._validation = torch.zeros(0, 0)
         self._bootstrap = torch.zeros(0, 0, dtype=torch.int32)  # rows of the training part, [M, N]

@@ -9,7 +9,7 @@ from torchrl_lightning._core.protocols import LearnerApi
 
 
 def build_learner(module: Any, data: Any) -> None:
-    """Build the networks of a trainer's module before the setup of callbacks that read its parameters."""
+    """Build the networks of a trainer's module before callbacks read the module's parameters in their setup."""
     if LearnerApi.of(module).is_built is not False:
         return
     check_compatible(module, data)

@@ -43,20 +43,21 @@ class OnPolicyDataModule(UpdatesDataModule):
 
     Args:
         buffer: a callable that takes ``size`` and returns the on-policy buffer, e.g. a partial of
-            :class:`~torchrl_lightning.GAEBuffer` (the default). A parameter ``gamma`` receives the learner's discount,
-            if the learner has one.
+            :class:`~torchrl_lightning.GAEBuffer` (the default). Its parameter ``gamma``, if any, receives the discount
+            of a learner that has a discount.
         num_epochs: passes over each rollout.
         mini_batch_size: largest number of samples (time steps times environments) in a mini-batch; computed from
             ``num_mini_batch`` if None.
         num_mini_batch: mini-batches in a pass; computed from ``mini_batch_size`` if None, or 4 if both are None. If
-            both are given, a pass has exactly this number of batches of exactly this size (in environments for a
-            recurrent policy). For a recurrent policy it must divide ``num_envs``, which is checked before collection.
+            both are set, a pass has exactly this number of batches of exactly this size. With a recurrent policy, the
+            size counts environments, and ``num_mini_batch`` must divide ``num_envs``; this is checked before
+            collection.
         shuffle: draw the samples of each pass in a new random order.
 
     The other arguments are documented in :class:`UpdatesDataModule`.
 
     Raises:
-        ValueError: The mini-batches do not fit the rollout, or (before collection) the rollout exceeds the memory.
+        ValueError: The mini-batches do not fit the rollout. Before collection: the rollout exceeds the memory.
 
     Examples:
         >>> data = OnPolicyDataModule("CartPole-v1", num_envs=4, frames_per_batch=64, mini_batch_size=32, num_epochs=2)
@@ -127,7 +128,7 @@ class OnPolicyDataModule(UpdatesDataModule):
 
     @property
     def advantages_standardized_by(self) -> str | None:
-        """Class name of the buffer if it standardises the advantages of each rollout, so that a learner need not."""
+        """Class name of a buffer that standardises advantages per rollout, so that the learner does not; or None."""
         buffer = self._get_or_build_buffer(trial=False)
         return type(buffer).__name__ if buffer.estimator.standardize else None
 
@@ -223,7 +224,8 @@ class OnPolicyDataModule(UpdatesDataModule):
     ) -> Iterator[tuple[int, TensorDictBase]]:
         """Yield the numbered batches of all passes over the rollout, beginning with the interrupted pass.
 
-        ``update`` is the number of batches before the interruption; ``position`` is the position in the checkpoint.
+        ``update`` is the number of batches before the interruption. ``position`` is the checkpoint's record of the
+        interrupted pass.
         """
         for number in range(update // self.num_mini_batch, self.num_epochs):
             if position is not None and number == position["pass"]:

@@ -63,24 +63,24 @@ class ReplayDataModule(UpdatesDataModule):
     Args:
         buffer: a callable that takes ``num_envs``, optionally also ``gamma``, and returns the replay buffer of a rank.
         source: a callable that takes the buffer and returns the source of batches, e.g. a partial of
-            :class:`~torchrl_lightning.MixedReplay`; if None, batches come from the buffer. Its method ``prepare`` is
-            called with the LightningModule before each batch. A ``ReplayService`` stores the rows itself.
+            :class:`~torchrl_lightning.MixedReplay`; if None, batches come from the buffer. The source's method
+            ``prepare`` receives the LightningModule before each batch. A ``ReplayService`` stores the rows itself.
         dataset: demonstrations of ``env`` that fill the buffer before the first update: a directory, one of its files,
-            ``"minari:ID"`` or a ``minari.MinariDataset``. By default nothing is collected then: ``frames`` stays 0,
-            ``num_envs`` is 1, and loggers count updates. With ``frames_per_update``, collected steps follow the data
-            and overwrite them in a full buffer. The metadata define how an episode ends; the default is termination.
+            ``"minari:ID"`` or a ``minari.MinariDataset``. By default such a run collects nothing: ``frames`` stays 0,
+            ``num_envs`` is 1, and loggers count updates. If ``frames_per_update`` is set, collected steps follow the
+            data and overwrite them in a full buffer. The metadata define how episodes end, by default by termination.
         dataset_share: the share of each batch that is drawn from the data (RLPD, Ball et al. 2023). The data then have
             their own buffer and are never overwritten. By default, data and collected steps share one buffer.
         batch_size: samples (or sequences) in a batch.
         updates_per_epoch: updates of one epoch.
-        frames_per_update: new frames per update of this rank; may be below 1. Default: 1, or 0 with a data set.
+        frames_per_update: new frames of each rank per update; may be below 1. Default: 1, or 0 with a data set.
         warmup_frames: frames collected with random actions before the first update. A collector given as
             ``collector=`` needs its own ``init_random_frames`` for them. Default: 1000, or 0 with a data set.
         write_back: keys that the module may rewrite in a batch; the rewritten entries replace the stored ones.
             Default: the keys that the module's method ``rewritten_keys(batch)`` returns, if it has one.
         checkpoint_buffer: ``"inside"`` stores the buffer in the checkpoint. ``"beside"`` stores it in ``buffer_dir``,
             once for each state, and without a copy if the cells are memory-mapped files. After ``"none"``, a resumed
-            run collects ``warmup_frames`` again. With several ranks ``"inside"`` means ``"beside"``.
+            run collects ``warmup_frames`` again. With several ranks, ``"inside"`` acts like ``"beside"``.
         buffer_dir: the folder for ``"beside"``; by default ``buffer`` below the trainer's root folder.
         frames_per_batch: frames collected at a time; by default one step of every environment.
 
@@ -144,7 +144,7 @@ class ReplayDataModule(UpdatesDataModule):
         self._clock.announce_warmup(self.warmup_frames)
         self.updates = 0  # number of drawn batches
         self._refill_frames = 0  # frames that are collected again because a checkpoint had no buffer
-        self._dataset: BufferedDataset | None = None  # until the buffer is filled
+        self._dataset: BufferedDataset | None = None  # None after the buffer is filled
         self._source: Any = None  # a BatchSource after setup
         self._row_store: Any = None  # the source, if it stores the rows itself
         self._write_target: Any = None  # the target of writes: the buffer, or a source that stores the rows
@@ -157,8 +157,8 @@ class ReplayDataModule(UpdatesDataModule):
         self._resumed_batch: TensorDictBase | None = None  # the first batch of a resumed run
         self._rewritten_keys: Callable[[Any], Sequence[NestedKey]] = no_keys  # the method of the learner
         self._gamma, self._num_ranks = 0.99, 1
-        self._seconds: dict[str, float] = {}  # of this epoch
-        self._snapshot: dict[str, Any] | None = None  # the last written state; None after any change
+        self._seconds: dict[str, float] = {}  # durations in this epoch
+        self._snapshot: dict[str, Any] | None = None  # last written buffer state; None after a change
 
     @property
     def _finished_updates(self) -> int:
@@ -251,14 +251,14 @@ class ReplayDataModule(UpdatesDataModule):
 
     @property
     def _warmup_steps(self) -> int | None:
-        """Steps of each environment before the first update; None if the collector or the data set them."""
+        """Steps of each environment before the first update; None if the collector or a data set defines the number."""
         if self.make_collector is not None or self.dataset is not None:
             return None
         rollouts = max(1, -(-self.warmup_frames // self.frames_per_batch))
         return rollouts * self.frames_per_batch // self.envs_of_rank
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Keep the batch that the module learns from: its loss writes the new priorities into it."""
+        """Keep the transferred batch, because the module's loss writes the new priorities into this batch."""
         if self._is_drawn:
             self._is_drawn, self._current_batch = False, batch
         return batch
@@ -286,7 +286,7 @@ class ReplayDataModule(UpdatesDataModule):
         super().end_step()
 
     def _draw(self, learner: LearnerApi, end: int, update: int) -> TensorDictBase | None:
-        """Collect the frames for an update of an epoch of ``end`` and return its batch; None if the collector ended."""
+        """Collect frames for one of the epoch's ``end`` updates; return its batch, or None if the collector ended."""
         start = time.perf_counter()
         while self._waits_for_frames() or not len(self._write_target):
             if not self._collect_frames(learner):
@@ -364,7 +364,7 @@ class ReplayDataModule(UpdatesDataModule):
         self._normalization.update(rollout, ids, cut=cut, gamma=self._gamma)
 
     def _rollouts(self, collector: CollectorApi) -> Iterator[TensorDictBase]:
-        """Return the stream of rollouts; if possible, in the layout of the rings and always in the same memory."""
+        """Return the stream of rollouts; if possible, all in one block of memory with the layout of the rings."""
         self._stores_rollouts = collector.service is None
         if collector.marks_trajectory_starts:
             self._stream.skip_successor_checks(self.buffer)
@@ -423,7 +423,7 @@ class ReplayDataModule(UpdatesDataModule):
             **super().__getstate__(),
             "_rewritten_keys": no_keys,
             "_shared_steps": None,
-        }  # both belong to other objects
+        }  # the first two attributes belong to other objects
 
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
         """Add class and capacity of the buffer, and the settings of the ratio of frames to updates."""
@@ -434,7 +434,7 @@ class ReplayDataModule(UpdatesDataModule):
             "sampler": type(buffer.sampler).__name__,
             "capacity": int(buffer.storage.max_size),
             "n_steps": buffer.n_steps,
-            "gamma": buffer.gamma if buffer.n_steps > 1 else 0.99,  # single steps do not depend on it
+            "gamma": buffer.gamma if buffer.n_steps > 1 else 0.99,  # the discount does not affect single steps
             "frames_per_update": str(self._ratio),
             "warmup_frames": self.warmup_frames,
         }
@@ -452,7 +452,7 @@ class ReplayDataModule(UpdatesDataModule):
         return state if self._snapshot is None else {**state, "snapshot": self._snapshot}
 
     def save_buffer(self) -> bool:
-        """Write the buffer beside the checkpoint; return False if the settings do not store it there.
+        """Write the buffer to ``buffer_dir``; return False if the settings do not store the buffer in this folder.
 
         An unchanged buffer is not written again. The :meth:`state_dict` of the checkpoint refers to the written files.
         """

@@ -23,8 +23,9 @@ from torchrl_lightning.datamodules.base import ExperienceDataModule
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
-# Pairs: limit of parameters times batch size, updates per step. Lightning's overhead per step equals the update of a
-# small network, and a fifteenth of the update of two layers of 256 on 256 samples; the first pair covers both.
+# Each pair has a limit for (number of parameters * batch size), and the number of updates per step up to this limit.
+# Lightning's overhead per step takes as long as an update of a small network, or a fifteenth of an update of two layers
+# of 256 units with 256 samples. The first pair covers both networks.
 TABLE = ((2**26, 16), (2**31, 4))
 HOOKS = (
     "on_train_batch_start",
@@ -73,7 +74,7 @@ class StepSize:
         return self.stored or 1
 
     def begin(self, learner: Any) -> None:
-        """Begin a fit; raise a ValueError for several updates of a module that optimizes automatically."""
+        """Begin a fit; raise a ValueError if a step has several updates but the module optimizes automatically."""
         self._chosen = None
         if self.number > 1 and learner.automatic_optimization:
             raise ValueError(
@@ -82,7 +83,7 @@ class StepSize:
             )
 
     def choose(self, trainer: Any, batch_size: int) -> None:
-        """Choose the number by the size of an update, once, and log it.
+        """Choose the number once, by the size of an update, and log it.
 
         The number is 1 if the trainer or a hook counts steps or handles batches.
         """
@@ -152,10 +153,10 @@ class UpdatesDataModule(ExperienceDataModule):
     Args:
         updates_per_step: updates in one ``training_step``; Lightning's hooks then run once for all of them. Each batch
             is drawn when its update begins, so that frames, batches and weights do not depend on this number.
-            ``global_step`` counts steps. Above 1, the module must optimize manually and learn from each batch of
-            :func:`~torchrl_lightning.updates_of`, like our modules. The last step of an epoch has the remaining
-            updates. ``"auto"`` chooses by the size of network and batch; a resumed run keeps the choice. The choice is
-            1 if the trainer or a callback counts or handles batches, or if the module does not declare
+            ``global_step`` counts steps. If the number is above 1, the module must optimize manually and learn from
+            each batch of :func:`~torchrl_lightning.updates_of`, like our modules. The last step of an epoch has the
+            remaining updates. ``"auto"`` chooses by the size of network and batch; a resumed run keeps the choice. The
+            choice is 1 if the trainer or a callback counts or handles batches, or if the module does not declare
             ``loops_over_updates``.
 
     The other arguments are documented in :class:`ExperienceDataModule`.
@@ -205,7 +206,7 @@ class UpdatesDataModule(ExperienceDataModule):
         return super().train_dataloader()
 
     def _begin_epoch(self) -> tuple[int, int]:
-        """Return the updates that this epoch made before a checkpoint, and the updates of the whole epoch."""
+        """Return the number of this epoch's updates before the checkpoint, and the number of the whole epoch."""
         size = self._step_size.number
         update = batches_served(self.trainer) * size + self._updates_in_step
         return update, min(self._epoch_length() * size, self.resolved_updates_per_epoch)
@@ -213,7 +214,7 @@ class UpdatesDataModule(ExperienceDataModule):
     def _steps(
         self, draw: Callable[[int], TensorDictBase | None], update: int, end: int
     ) -> Iterator[TensorDictBase | UpdateBatches]:
-        """Yield the steps of an epoch from ``update`` on; ``draw`` returns the batch of an update, None at the end."""
+        """Yield an epoch's steps, beginning with ``update``; ``draw`` returns an update's batch, or None at the end."""
         size = self._step_size.number
         while update < end:
             next_step = min(update - update % size + size, end)
@@ -230,7 +231,7 @@ class UpdatesDataModule(ExperienceDataModule):
             update = next_step
 
     def _begin_step(self) -> None:
-        """End the run if Ctrl-C was pressed; allow Ctrl-C to end it until the batch of the step is drawn."""
+        """End the run if Ctrl-C was pressed; Ctrl-C may also end the run until the batch of the step is drawn."""
         if interrupts.pending or rank_stop.is_active:
             interrupts.check()
             rank_stop.check()

@@ -1,6 +1,6 @@
 """Use a trained policy outside of training: load, publish and export it.
 
-Nothing here trains. The folder reads checkpoints and knows agents only by their configs.
+This package does not train. It reads checkpoints, and builds agents only from the configs in them.
 """
 
 from __future__ import annotations

@@ -76,8 +76,9 @@ def render_model_card(
         policy: The policy loaded from the checkpoint.
         frames: Number of environment frames of the training.
         score: Mean return of the evaluation after training; None if unknown.
-        settings: The displayed settings, by group.
-        trusted: True if loading the policy needs ``trusted=True``, because it imports the user's classes.
+        settings: The settings on the card, by group.
+        trusted: True if users must load the policy with ``trusted=True``, because loading imports classes of other
+            packages.
     """
     recipe = policy.environment
     environment = str(recipe.get("id") if isinstance(recipe, Mapping) else recipe)

@@ -31,7 +31,7 @@ from torchrl_lightning.environments.policy_calls import recurrent_states
 
 Format: TypeAlias = Literal["torch", "onnx"]
 SUFFIXES: dict[str, str] = {"torch": ".pt2", "onnx": ".onnx"}
-DESCRIPTION_FILE = "policy.json"  # name of the description of inputs and outputs in an exported file
+DESCRIPTION_FILE = "policy.json"  # entry of an exported file that describes its inputs and outputs
 _ROWS = (1, 64)  # batch sizes of the random observations in check_program
 _LARGEST_BOUND = 1e6  # larger bounds count as missing
 _MISSING_OPERATOR = re.compile(r"No ONNX function found for .*?(\w+\.\w+)")
@@ -103,7 +103,7 @@ class PolicyProgram(nn.Module):
         )
 
     def random_inputs(self, rows: int) -> dict[NestedKey, Tensor]:
-        """Return random states ``[rows, *S]`` and observations ``[rows, *F]``, around the normaliser's mean if any."""
+        """Return random states ``[rows, *S]`` and observations ``[rows, *F]``; normalised entries are near the mean."""
         entries: dict[NestedKey, Tensor] = {}
         for key, spec in self.observation_specs.items():
             constants = None if self.normalizer is None else self.normalizer.constants(key)
@@ -122,7 +122,7 @@ class PolicyProgram(nn.Module):
 
 
 def _random_entries(spec: TensorSpec, rows: int) -> Tensor:
-    """Return random entries ``[rows, *F]``: uniform within the bounds, and around zero without bounds."""
+    """Return random entries ``[rows, *F]``: uniform within the spec's bounds, or around zero without bounds."""
     if not (isinstance(spec, Bounded | Unbounded) and spec.dtype.is_floating_point):
         return spec.rand(torch.Size([rows]))
     normal = 2 * torch.randn(rows, *spec.shape, dtype=spec.dtype)
@@ -139,11 +139,11 @@ def export_policy(policy: LoadedPolicy, path: str | Path, *, format: Format = "t
     The inputs of the exported program are one tensor ``[N, *F]`` for each observation entry of the policy, then the
     recurrent states. The outputs are the action ``[N, *A]`` in the environment's shape, dtype and numbering, then the
     next states. The action is the mode of the distribution.
-    Before writing, the outputs are compared with the policy's on random observations.
+    Before the file is written, the outputs are compared with the policy's outputs for random observations.
 
     Args:
         policy: The policy from :func:`load_policy`.
-        path: The file; an existing file is replaced as a whole.
+        path: The file. An existing file is replaced atomically.
         format: ``"torch"`` for ``torch.export.load(path).module()``, ``"onnx"`` for ONNX, with the extra ``onnx``.
 
     Returns:
@@ -151,8 +151,8 @@ def export_policy(policy: LoadedPolicy, path: str | Path, *, format: Format = "t
         file as the extra file ``policy.json``, an ONNX file in its metadata.
 
     Raises:
-        ValueError: The policy cannot be traced, for example a planner, or the format does not support it; the
-            message, one line, gives the reason.
+        ValueError: The policy cannot be traced, for example a planner, or the format does not support it. The message
+            is one line with the reason.
         ImportError: The extra is missing.
 
     Examples:
@@ -249,7 +249,7 @@ def _name_batch(graph: Any) -> None:
 
 @contextmanager
 def _without_export_warnings() -> Iterator[None]:
-    """Hide torch's warnings about recurrent weights and its ONNX log messages about missing libraries."""
+    """Hide torch's warnings about recurrent weights, and the ONNX exporter's log messages about missing libraries."""
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -268,7 +268,7 @@ def _check_extra() -> None:
 
 
 def check_program(policy: LoadedPolicy, program: PolicyProgram, run: _Run, program_name: str) -> None:
-    """Compare a program with its policy on one row and on many; raise ValueError if their outputs differ."""
+    """Compare the outputs of a program and its policy for one row and for 64; raise ValueError if they differ."""
     reference = LoadedPolicy(policy.policy, policy.specs)  # a second object, so that the policy's states stay unchanged
     unread = {
         key: spec for key, spec in policy.specs.observation.items(True, True) if key not in program.observation_specs

@@ -34,7 +34,7 @@ VERSION = 1
 _WEIGHTS_FILE, _CONFIG_FILE, _CARD_FILE = "model.safetensors", "config.json", "README.md"
 _TENSOR_KEY = "__tensor__"
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-# Entries of a checkpoint that only a resumed run needs, not a policy.
+# Entries of a checkpoint that a resumed run needs, but a policy does not.
 _RUN_ENTRIES = {
     *("epoch", "global_step", "pytorch-lightning_version", "loops", "callbacks", "optimizer_states", "lr_schedulers"),
     *("hparams_name", "hyper_parameters", "hparams_type", "MixedPrecision", CONFIG, COMMAND, CHECKSUMS_KEY),
@@ -45,21 +45,21 @@ _DATA_ENTRIES = ("fingerprint", "specs", "normalization")
 
 @printable_errors()
 def save_pretrained(run: str | Path, folder: str | Path, *, name: str | None = None, trusted: bool = False) -> None:
-    """Write a run's policy into a folder for :func:`from_pretrained`: weights, config and model card, without a pickle.
+    """Write a run's policy into a folder for :func:`from_pretrained`: weights, config and model card, but no pickle.
 
     The files are ``model.safetensors``, ``config.json`` and ``README.md`` with the score, the settings and the usage.
 
     Args:
-        run: A run's folder, for its best checkpoint or else its last; or a checkpoint.
-        folder: Output folder. Existing files of these names are all replaced, or none if an error occurs.
+        run: A checkpoint; or a run's folder, from which the best checkpoint, or else the last one, is used.
+        folder: Output folder. Existing files with these names are replaced; an error replaces none of them.
         name: Title of the card; the folder's name by default.
         trusted: Whether the checkpoint may name classes of other packages, such as your own. Loading the policy then
             also needs ``trusted=True``.
 
     Raises:
-        ValueError: No checkpoint exists; or it lacks the config or the specs (the command writes them); or it names
-            classes of other packages and is not trusted; or ``run`` is already a folder written by this function.
-        TypeError: The checkpoint contains values other than plain data for its module.
+        ValueError: The checkpoint does not exist, lacks the config or the specs that the command writes, or names
+            classes of other packages and is not trusted. Or ``run`` is already a folder from this function.
+        TypeError: The module's arguments in the checkpoint are not all plain data.
 
     Examples:
         >>> save_pretrained("logs/run", "cartpole")  # doctest: +SKIP
@@ -77,7 +77,7 @@ def save_pretrained(run: str | Path, folder: str | Path, *, name: str | None = N
     try:
         model = without_folders(_model_config(stored, path, trusted=False))
         trusted = False  # not needed: no class is from another package
-    except ValueError as error:  # it names classes of other packages
+    except ValueError as error:  # the config names classes of other packages
         if not trusted:
             raise ValueError(f"{error}. If you trust its author, pass trusted=True") from error
         model = without_folders(_model_config(stored, path, trusted=True))
@@ -128,9 +128,9 @@ def _model_config(stored: Mapping[str, Any], path: Path, *, trusted: bool) -> di
 
 
 def push_to_hub(run: str | Path, repo: str, *, private: bool | None = None, trusted: bool = False) -> str:
-    """Publish a run's policy as a repository on the Hugging Face Hub; create the repository if it does not exist.
+    """Publish a run's policy in a repository on the Hugging Face Hub; create the repository if it does not exist.
 
-    This needs the extra ``hub`` and uses the account that ``huggingface_hub`` is logged in to.
+    This function needs the extra ``hub``. It uploads with the account of your ``huggingface_hub`` login.
 
     Args:
         run: As in :func:`save_pretrained`.
@@ -142,7 +142,7 @@ def push_to_hub(run: str | Path, repo: str, *, private: bool | None = None, trus
         URL of the upload.
 
     Raises:
-        ValueError: The repository name is invalid; or as in :func:`save_pretrained`.
+        ValueError: The repository name is invalid, or for a reason of :func:`save_pretrained`.
         ImportError: The extra is missing.
 
     Examples:
@@ -168,20 +168,22 @@ def from_pretrained(
     trusted: bool = False,
     limit: int = PRETRAINED_BYTES,
 ) -> LoadedPolicy:
-    """Load a policy written by :func:`save_pretrained` or :func:`push_to_hub`, for acting on the CPU.
+    """Load a policy from :func:`save_pretrained` or :func:`push_to_hub`, to compute actions on the CPU.
 
-    No code of the policy runs, and no pickle is read. It may name the same classes as a checkpoint.
+    This function does not run code of the policy's author and does not read a pickle. The config may name the same
+    classes as in a checkpoint.
 
     Args:
         source: A folder, or ``owner/name`` of a repository on the Hugging Face Hub (needs the extra ``hub``).
-        module: As in :func:`load_policy`, like ``deterministic`` and ``trusted``.
+        module: As in :func:`load_policy`.
         revision: Branch, tag or commit of a repository; the newest by default.
         deterministic: Whether the policy takes the mode of its distribution instead of a sample.
-        trusted: Whether it may name classes of other packages, such as your own; they are then imported and built.
+        trusted: Whether to import and build classes of other packages, such as your own, if the config names them.
         limit: Maximum size of the weights file in bytes; a larger file is not downloaded.
 
     Raises:
-        ValueError: The policy is missing, too large, damaged or foreign; or as in :func:`load_policy`.
+        ValueError: The policy is missing, damaged, larger than ``limit`` or in another format, or for a reason of
+            :func:`load_policy`.
         ImportError: The extra is missing.
 
     Examples:
@@ -193,7 +195,7 @@ def from_pretrained(
 
 
 def is_pretrained(source: str | Path) -> bool:
-    """Return whether :func:`read_pretrained` reads this source, which is then neither a run nor a checkpoint."""
+    """Return whether the source is for :func:`read_pretrained`, and is neither a run nor a checkpoint."""
     if not Path(source).exists():
         return _REPOSITORY.fullmatch(str(source)) is not None
     return (Path(source) / _CONFIG_FILE).is_file()
@@ -203,7 +205,7 @@ def is_pretrained(source: str | Path) -> bool:
 def read_pretrained(
     source: str | Path, *, revision: str | None = None, limit: int = PRETRAINED_BYTES
 ) -> dict[str, Any]:
-    """Read a folder or a repository as a checkpoint's entries; arguments and errors as in :func:`from_pretrained`."""
+    """Return a checkpoint's entries from a folder or repository; arguments and errors as in :func:`from_pretrained`."""
     limits = {_CONFIG_FILE: PRETRAINED_CONTENT, _WEIGHTS_FILE: limit}
     fetch = _local_files if Path(source).is_dir() else _download_files
     paths = fetch(str(source), limits, revision)
@@ -275,7 +277,7 @@ def _import_hub() -> Any:
 
 
 def _split_tensors(node: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Return plain data with names instead of tensors and add the tensors to ``tensors``; weights keep their names."""
+    """Replace tensors in plain data by names, and add the tensors to ``tensors``; weights keep their names."""
     if isinstance(node, Tensor):
         name = name.removeprefix("state_dict/")
         tensors[name] = node.detach().cpu().clone().contiguous()
@@ -290,7 +292,7 @@ def _split_tensors(node: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _merge_tensors(node: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return plain data in which the named tensors replace their names."""
+    """Replace the names in plain data by the tensors with these names."""
     if isinstance(node, dict):
         if set(node) == {_TENSOR_KEY}:
             return tensors[node[_TENSOR_KEY]]

@@ -1,4 +1,4 @@
-"""Load a trained policy without a trainer, and convert observations to the entries of its specs."""
+"""Load a trained policy without a trainer, and convert observations to the entries of the policy's specs."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ class LoadedPolicy(TensorDictModuleBase):
     Attributes:
         policy: The trained TensorDict module, including its observation normaliser if the training used one.
         specs: The specs of the training environment.
-        deterministic: True takes the mode of the action distribution, False a sample.
-        environment: The training environment in the checkpoint: its id, or the settings of its recipe.
-        state: The recurrent states after the last :meth:`act`, ``[N, *S]`` each; empty before it and if not recurrent.
+        deterministic: True uses the mode of the action distribution, False a sample.
+        environment: The id or the recipe settings of the training environment, from the checkpoint.
+        state: The recurrent states after the last call of :meth:`act`, ``[N, *S]`` each. Empty before the first call,
+            and if the policy is not recurrent.
     """
 
     def __init__(
@@ -82,25 +83,25 @@ class LoadedPolicy(TensorDictModuleBase):
     def act(
         self, observation: Any, *, starts: Any = False, state: Mapping[NestedKey, Tensor] | None = None
     ) -> NDArray[Any] | np.generic:
-        """Return the action for an observation, with NumPy arrays and numbers as input and output.
+        """Return the action for an observation; both consist of NumPy arrays and numbers.
 
         A recurrent policy stores its states for the next call.
 
         Args:
             observation: One observation, as Gymnasium's ``reset`` and ``step`` return it, or the batch of a vector
                 environment, ``[N, *F]`` for each entry.
-            starts: True if the observation is the first of its episode, which resets recurrent states; one bool or
-                ``[N]``. Without ``state``, the first call always resets them.
+            starts: True if the observation is the first of its episode; one bool, or ``[N]``. This resets the recurrent
+                states. Without ``state``, the first call always resets these states.
             state: Recurrent states to continue from, taken from :attr:`state`; None uses the stored states.
 
         Returns:
-            The action for ``step``, with the shape, dtype and numbering of the environment's action space; for a batch
-            ``[N, *A]``.
+            The action for ``step``, with the shape, dtype and numbering of the environment's action space. The actions
+            for a batch are ``[N, *A]``.
 
         Raises:
-            ValueError: The observation does not match the specs of the training environment. Or the number of
-                environments of a recurrent policy differs from the last call or from ``state``, and not all of them
-                start an episode.
+            ValueError: The observation does not match the specs of the training environment. Or, for a recurrent
+                policy, the number of environments differs from the last call or from ``state``, although not all
+                environments start an episode.
             EnvironmentFault: A float64 number exceeds the float32 range of the networks. Or the ``action_mask`` of a
                 single observation allows no action. A batch may contain empty masks, because the actions of ended
                 episodes are ignored.
@@ -145,8 +146,8 @@ class LoadedPolicy(TensorDictModuleBase):
                 author chooses them.
 
         Raises:
-            ValueError: The checkpoint has no environment id and no recipe settings, or it names other packages' classes
-                without ``trusted``.
+            ValueError: The checkpoint contains neither an environment id nor recipe settings. Or it contains class
+                names of other packages, and ``trusted`` is False.
         """
         settings = self.environment if isinstance(self.environment, Mapping) else {"id": self.environment}
         if settings.get("id") is None:
@@ -173,24 +174,24 @@ def load_policy(
 ) -> LoadedPolicy:
     """Load a trained policy from a checkpoint file for inference on the CPU.
 
-    A checkpoint of ``torchrl-lightning-train`` contains all settings. If you used your own trainer, pass the
-    LightningModule, built with the arguments of the training.
+    A checkpoint of ``torchrl-lightning-train`` contains all settings. If you trained with your own trainer, pass the
+    LightningModule, built with the same arguments as for the training.
 
     Args:
-        path: The checkpoint, or the folder of a run; a folder loads the best checkpoint, or the last without a best.
+        path: The checkpoint; or a run's folder, from which the best checkpoint, or else the last one, is loaded.
         module: The LightningModule to load, ours or your own. It needs a ``policy``, and its ``configure_model`` may
             read ``trainer.datamodule.specs``. None builds the module from the checkpoint's config.
-        deterministic: True takes the mode of the action distribution, False a sample.
-        trusted: Import and build classes of other packages, such as your own, if the checkpoint's config names them.
-            The checkpoint's author chooses them.
+        deterministic: True uses the mode of the action distribution, False a sample.
+        trusted: Import and build classes of other packages, such as your own, if the checkpoint's config names these
+            classes. The checkpoint's author has chosen them.
 
     Returns:
         The policy, with the environment's ``specs`` and ``recipe()``.
 
     Raises:
-        ValueError: The checkpoint has no specs or no config, its config contains more than plain data or names classes
-            of other packages without ``trusted``, or its weights do not fit the module.
-        TypeError: The module has no ``policy``.
+        ValueError: The checkpoint lacks the specs or the config, or its weights do not fit the module. Or its config
+            does not consist of plain data, or contains class names of other packages and ``trusted`` is False.
+        TypeError: The module does not have a ``policy``.
 
     Examples:
         >>> load_policy("logs/run/checkpoints/best.ckpt")  # doctest: +SKIP
@@ -200,7 +201,7 @@ def load_policy(
 
 
 def checkpoint_of(run: str | Path) -> Path:
-    """Return the best checkpoint of a run folder, or its last one; return the path of a file unchanged.
+    """Return the best (or else the last) checkpoint of a run folder; return the path of a file unchanged.
 
     Raises:
         ValueError: The folder has neither checkpoint.
@@ -221,8 +222,8 @@ def checkpoint_of(run: str | Path) -> Path:
 def read_checkpoint(path: str | Path, *, mapped: bool = False, verify: bool = True) -> dict[str, Any]:
     """Return the content of a checkpoint, restricted to plain values and tensors.
 
-    ``mapped`` memory-maps the tensors, so that they are read only on access. ``verify`` compares the checksums, which
-    reads all tensors. A checkpoint without checksums is accepted.
+    With ``mapped``, the tensors are memory-mapped and only read on access. With ``verify``, the checksums are compared,
+    which reads all tensors. A checkpoint without checksums is accepted.
 
     Raises:
         OSError: The file does not exist.
@@ -250,7 +251,7 @@ def extract_policy(
 ) -> LoadedPolicy:
     """Return the policy of a checkpoint that is already in memory; see :func:`load_policy`."""
     state, specs, normalizer = _read_environment(stored, path)
-    # A stub with all trainer attributes that a module reads without a fit.
+    # Stubs of DataModule and trainer, with all attributes that a module reads without a fit.
     data = SimpleNamespace(specs=specs if normalizer is None else normalizer.specs)
     trainer = SimpleNamespace(datamodule=data, precision="32-true", precision_plugin=None, world_size=1, global_rank=0)
     if module is None:
@@ -287,7 +288,7 @@ def extract_statistics(stored: Mapping[str, Any], path: str | Path) -> Mapping[s
 def _read_environment(
     stored: Mapping[str, Any], path: str | Path
 ) -> tuple[Mapping[str, Any], EnvironmentSpecs, ObservationNormalizer | None]:
-    """Return the state of a checkpoint's DataModule, its specs and its normaliser or None."""
+    """Return the state of a checkpoint's DataModule, the specs, and the normaliser (or None)."""
     states = (state for state in stored.values() if isinstance(state, Mapping) and "specs" in state)
     if (state := next(states, None)) is None:
         raise ValueError(f"{path} contains no environment specs: its run did not use one of our DataModules")
@@ -333,7 +334,8 @@ def extract_config(stored: Mapping[str, Any], path: str | Path, *groups: str, tr
     """Return the given groups of a checkpoint's config, without folders and training-only parts.
 
     Raises:
-        ValueError: The checkpoint has no config, or :func:`~torchrl_lightning._core.trust.check_config` rejects it.
+        ValueError: The checkpoint does not have a config, or :func:`~torchrl_lightning._core.trust.check_config`
+            rejects it.
     """
     config, source = stored.get(CONFIG), f"the config in {path}"
     if not isinstance(config, Mapping) or any(not isinstance(config.get(group), dict) for group in groups):
@@ -360,7 +362,7 @@ def without_training(node: dict[str, Any]) -> dict[str, Any]:
     remaining = {key: value for key, value in node.items() if not _TRAINING_ARGUMENT.fullmatch(str(key))}
     parameters = inspect.signature(target).parameters
     required = {key for key in node if key in parameters and parameters[key].default is inspect.Parameter.empty}
-    if "buffer" in required:  # a placeholder: the partial is never called
+    if "buffer" in required:  # a placeholder for a required argument, which is never called
         remaining["buffer"] = {"_target_": "torchrl_lightning.ExperienceBuffer", "_partial_": True}
     return remaining
 
@@ -370,14 +372,14 @@ def observed_entries(specs: Composite, observation: Any) -> tuple[dict[NestedKey
 
     Args:
         specs: One spec for each observation key, without the batch dimension.
-        observation: An array, a number, a tensor, or a dict of these, as the environment returns it; ``[N, *F]`` for
-            each entry of a vector environment.
+        observation: An array, a number, a tensor, or a dict of these, as the environment returns it. Entries of a
+            vector environment are ``[N, *F]``.
 
     Returns:
         The entries, and ``N`` for a batch. A single observation has entries ``[1, *F]`` and None instead of ``N``.
 
     Raises:
-        ValueError: An entry is missing or its shape or dtype differs from its spec; the message names the entry.
+        ValueError: An entry is missing, or has another shape or dtype than its spec; the message names the entry.
 
     Examples:
         >>> from torchrl.data import Unbounded
@@ -417,7 +419,7 @@ def _read_entry(key: NestedKey, spec: TensorSpec, observations: Mapping[str, Any
 
 
 def _batch_size_of(key: NestedKey, spec: TensorSpec, value: Tensor) -> int | None:
-    scalar = spec.shape == (1,)  # the spec of a number has shape (1,) in TorchRL
+    scalar = spec.shape == (1,)  # TorchRL's spec of a number has shape (1,)
     if value.shape == spec.shape or (scalar and not value.ndim):
         return None
     if value.ndim and (value.shape[1:] == spec.shape or (scalar and value.ndim == 1)):

@@ -1,4 +1,4 @@
-"""Check weights from a file against their networks before the networks take any memory."""
+"""Check that weights from a file fit their networks, before memory is allocated for the networks."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from torch import Tensor, nn
 from torchrl_lightning._core.file_limits import BUILT_LEAST, BUILT_PER_BYTE, OPERATIONS_LEAST, OPERATIONS_PER_WEIGHT
 from torchrl_lightning._core.torchrl_compat import TorchDispatchMode, tree_leaves, tree_map
 
-# State dict prefixes of the acting network: in our agents, and in agents with TorchRL losses.
+# Prefixes of the actor's entries in a state dict: first in our agents, second in agents with TorchRL losses.
 _ACTOR = "actor_network."
 _ACTORS = (_ACTOR, "loss.actor_network_params.")
 _TARGET_NETWORKS = "targets"  # attribute with an agent's target networks
 
 
 def check_weights(build_networks: Callable[[], nn.Module], stored: Mapping[str, Any], *, own: bool = False) -> None:
-    """Validate stored weights; raise a ValueError if names or sizes differ from the networks', or if one is not finite.
+    """Validate that stored weights are finite and have the names and sizes of the networks.
 
     Args:
-        build_networks: Build the networks. This runs without memory, so that a file cannot demand more than its size.
+        build_networks: Function that builds the networks. It runs without memory for tensors, so that a file cannot
+            cause an allocation that exceeds its size.
         stored: Mapping with the weights as ``state_dict``.
-        own: Whether to build the networks in memory if they cannot be built without it, such as those of user classes.
+        own: Whether to build the networks in memory if they cannot be built without memory, for example with user
+            classes.
 
     Raises:
         ValueError: The weights do not fit; the message names the first that differs.
@@ -37,10 +39,11 @@ def check_weights(build_networks: Callable[[], nn.Module], stored: Mapping[str, 
 def initial_weights(
     build_networks: Callable[[], nn.Module], stored: Mapping[str, Any], *, own: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the initial weights of networks, and the names of parts that keep their random initial weights.
+    """Return initial weights for networks from stored weights, and the names of parts that keep their random weights.
 
-    For the same learner these are all weights. For another learner they are only the actor's weights, renamed for these
-    networks. This needs an actor on both sides and networks without target networks or a TorchRL loss.
+    If the weights are from the same learner, all are returned. From another learner, only the actor's weights are
+    returned, renamed for these networks. Both learners must then have an actor, and the networks must not have target
+    networks or a TorchRL loss.
 
     Args:
         build_networks: See :func:`check_weights`.
@@ -63,7 +66,8 @@ def initial_weights(
         _check_same_shapes(weights, expected, "the networks differ")
         check_finite(networks, weights)
         return dict(weights), []
-    buffer_names = {name for name, _ in networks.named_buffers()}  # of the environment; TorchRL's losses save them
+    # Buffers depend on the environment, and TorchRL's losses save them.
+    buffer_names = {name for name, _ in networks.named_buffers()}
     actor = {_ACTOR + name.removeprefix(root): weight for name, weight in weights.items() if name.startswith(root)}
     actor = {name: weight for name, weight in actor.items() if name in expected or name not in buffer_names}
     _check_same_shapes(
@@ -104,13 +108,13 @@ def _build_bounded(build_networks: Callable[[], nn.Module], own: bool, weights: 
 
 
 class TooManyTensorsError(ValueError):
-    """Modules make more or larger tensors than their stored weights explain."""
+    """Modules make more tensors, or larger tensors, than expected for their stored weights."""
 
 
 class bounded_tensors(TorchDispatchMode):  # used as a context, like torch.no_grad
-    """Raise :class:`TooManyTensorsError` before modules make tensors that stored weights do not explain.
+    """Raise :class:`TooManyTensorsError` before modules make more or larger tensors than expected for stored weights.
 
-    Initialisation makes a few temporary tensors for each weight, and target networks are further copies.
+    The limits allow a few temporary tensors for the initialisation of each weight, and copies as target networks.
 
     Args:
         weights: The stored weights.
@@ -118,7 +122,7 @@ class bounded_tensors(TorchDispatchMode):  # used as a context, like torch.no_gr
 
     def __init__(self, weights: Any) -> None:
         super().__init__()
-        # A file may have any value instead of weights; the later comparison rejects it.
+        # A file may contain any value in place of weights; the later comparison rejects this value.
         entries = weights.values() if isinstance(weights, Mapping) else ()
         tensors = [tensor for tensor in entries if isinstance(tensor, Tensor)]
         self.stored = sum(tensor.nbytes for tensor in tensors)
@@ -127,7 +131,7 @@ class bounded_tensors(TorchDispatchMode):  # used as a context, like torch.no_gr
         self.operations_left = OPERATIONS_PER_WEIGHT * len(tensors) + OPERATIONS_LEAST
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count an operation, and the bytes of its new tensors by a run on the meta device."""
+        """Count an operation and the bytes of its new tensors, which a run on the meta device returns."""
         kwargs = kwargs or {}
         self.operations_left -= 1
         if self.operations_left < 0:
@@ -154,7 +158,7 @@ class bounded_tensors(TorchDispatchMode):  # used as a context, like torch.no_gr
 
 
 def _on_meta(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the results of an operation on the meta device; an empty list if it depends on values."""
+    """Return the results of an operation on the meta device; an empty list if the operation depends on values."""
 
     def without_memory(value: Any) -> Any:
         return value.to("meta") if isinstance(value, Tensor) else value

@@ -29,8 +29,8 @@ def environment_name(env: Any) -> str:
 def environment_fields(env: Any) -> Any:
     """Return the description of an environment in checkpoints: the settings of a recipe, or a name.
 
-    The settings ``vectorization``, ``step_timeout`` and ``demonstrations_of`` are left out. A recipe with only an id is
-    described by the id.
+    The description omits the settings ``vectorization``, ``step_timeout`` and ``demonstrations_of``. A recipe with only
+    an id is described by this id.
 
     Examples:
         >>> environment_fields(EnvironmentRecipe("CartPole-v1", time_limit=9, vectorization="async"))
@@ -62,7 +62,7 @@ def environment_difference(stored: Any, current: Any) -> str:
 
 
 def run_fingerprint(data: Any) -> dict[str, Any]:
-    """Return the settings of a DataModule that must agree between a checkpoint and a run."""
+    """Return the settings of a DataModule that must be equal in a checkpoint and in a run that resumes from it."""
     specs = data.specs
     return {
         "datamodule": type(data).__name__,
@@ -79,7 +79,7 @@ def run_fingerprint(data: Any) -> dict[str, Any]:
 
 
 def check_environment(data: Any, state: Mapping[str, Any]) -> None:
-    """Validate the environment of a stored state before a policy is played in it; no buffer is built.
+    """Validate the environment of a stored state before an evaluation; this does not build a buffer.
 
     Raises:
         ValueError: The DataModule has another environment or other observations.
@@ -133,7 +133,7 @@ def check_buffer_factory(buffer: Any, data: Any) -> None:
 
 
 def check_normalization(data: Settings, normalize_observation: bool | Sequence[Any], normalize_reward: bool) -> None:
-    """Validate that settings of normalisation have an effect; the ValueError names the first setting without one."""
+    """Validate that normalisation settings have an effect; the ValueError names the first setting without effect."""
     if not isinstance(normalize_observation, bool) and not len(normalize_observation):
         raise ValueError("normalize_observation must be True, False or a list of entries, got []. Leave it out.")
     for name in ("normalize_clip", "normalize_epsilon"):
@@ -149,7 +149,7 @@ def check_frozen(data: Any) -> None:
 
 
 def check_frames(frames_per_batch: int, num_envs: int, reset_at_each_batch: bool) -> None:
-    """Raise a ValueError if rollouts have a fractional number of steps, or one step and a reset at each batch."""
+    """Raise a ValueError if a rollout has a fractional number of steps, or is one step with ``reset_at_each_batch``."""
     if frames_per_batch % num_envs:
         raise ValueError(
             f"frames_per_batch must be a multiple of num_envs={num_envs}, got {frames_per_batch}. "

@@ -21,7 +21,7 @@ def build_default_collector(env: Any, policy: Any, num_envs: int, **options: Any
         # With a reset at each batch, TorchRLCollector checks that the environment's seed determines its beginning.
         vector_env = None if options["reset_at_each_batch"] else as_batch_vector_env(env)
         if vector_env is None:
-            return TorchRLCollector(env, policy, **options)  # it has its own number of environments
+            return TorchRLCollector(env, policy, **options)  # a TorchRL environment has its own number of environments
         env = vector_env
     return GymnasiumCollector(env, policy, num_envs=num_envs, **options)
 
@@ -34,7 +34,7 @@ def call_with_policy(make_collector: Callable[..., Any], policy: Any, **options:
 
 
 def clips_by_default(make_collector: Callable[..., Any] | None) -> bool | None:
-    """Return whether a collector factory has ``clip_actions=True``; None without the parameter.
+    """Return whether a collector factory has ``clip_actions=True``; None if it does not have this parameter.
 
     Examples:
         >>> clips_by_default(partial(GymnasiumCollector, clip_actions=True)), clips_by_default(GymnasiumCollector)
@@ -57,9 +57,9 @@ def collector_options(
 ) -> dict[str, Any]:
     """Return the arguments for a collector factory: ``seed`` and ``reset_at_each_batch``, if it has these parameters.
 
-    ``replay`` is added if given, and the sizes if ``frames_per_batch`` is not bound yet. A seed that the user has bound
-    to a partial is kept on a single rank. A ValueError is raised if all ranks would collect the same data, or if the
-    collector's ``reset_at_each_batch`` differs from the DataModule's.
+    The result also contains ``replay`` if it is not None, and the sizes if ``frames_per_batch`` is not bound yet. On a
+    single rank, a seed that the user has bound to a partial stays. A ValueError is raised if all ranks would collect
+    the same data, or if collector and DataModule have different values of ``reset_at_each_batch``.
 
     Examples:
         >>> collector_options(lambda policy, seed: ..., 2, seed=7, reset_at_each_batch=False)
@@ -103,7 +103,7 @@ def collector_options(
 
 
 def envs_per_worker(make_collector: Callable[..., Any] | None, num_envs: int) -> int:
-    """Return the number of environments per worker; all without workers or if the factory does not receive sizes.
+    """Return the number of environments per worker, or ``num_envs`` without workers or for a factory without sizes.
 
     Examples:
         >>> from torchrl_lightning import AsynchronousCollector
@@ -126,7 +126,7 @@ def envs_per_worker(make_collector: Callable[..., Any] | None, num_envs: int) ->
 
 
 def collectors_of_rank(make_collector: Callable[..., Any] | None, world_size: int) -> int | None:
-    """Return the number of a cluster's collectors per rank; None with one rank or if they are not divided.
+    """Return how many of a cluster's collectors each rank has; None if ranks do not divide the collectors.
 
     Each collector keeps its share of the environments. Worker processes of a machine are not divided among ranks.
 
@@ -153,13 +153,13 @@ def collectors_of_rank(make_collector: Callable[..., Any] | None, world_size: in
 
 
 def envs_of_rank(make_collector: Callable[..., Any] | None, num_envs: int, world_size: int) -> int:
-    """Return the number of environments of a rank: all, or the sum over its collectors of a cluster."""
+    """Return a rank's number of environments: ``num_envs``, or the sum over the rank's collectors on a cluster."""
     collectors = collectors_of_rank(make_collector, world_size)
     return num_envs if collectors is None else envs_per_worker(make_collector, num_envs) * collectors
 
 
 def unbound_arguments(make_collector: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Return the given arguments that a collector factory does not have yet; none if ``frames_per_batch`` is bound."""
+    """Return the arguments that are not bound to a collector factory yet; empty if ``frames_per_batch`` is bound."""
     parameters = inspect.signature(make_collector).parameters
     frames = parameters.get("frames_per_batch")
     if frames is None or frames.default is not frames.empty:

@@ -25,11 +25,11 @@ class EpisodeAccumulator(Protocol):
 
 
 class RolloutPart(NamedTuple):
-    """Consecutive steps of a rollout without a cut trajectory between them.
+    """Consecutive steps of a rollout; no trajectory is cut between these steps.
 
     Attributes:
         rollout: ``[N, t]``.
-        cut_env_ids: Ids of environments with a cut before the first step; None if there are none.
+        cut_env_ids: Ids of environments with a trajectory that was cut before the first step; None without a cut.
         is_last: True for the last part of the rollout.
     """
 
@@ -39,16 +39,16 @@ class RolloutPart(NamedTuple):
 
 
 class CollectorStream:
-    """Build the collector as late as possible, draw its rollouts, and store its restored state until then.
+    """Build the collector at the first rollout, draw its rollouts, and hold a restored state until the build.
 
-    At the first rollout the weights are restored and on their device. The generator state of a checkpoint is set at
-    the first draw, so that building the parts of a resumed run does not change it.
+    At the first rollout, the weights are restored and on their device. The first draw also sets torch's generator to
+    the state in the checkpoint, so that building the parts of a resumed run does not change this state.
 
     Args:
         *accumulators: Objects with sums over episodes, which are reset if the collector loses environments.
 
     Attributes:
-        collector: The collector, or None; its abilities are in ``api``.
+        collector: The collector, or None before it is built; ``api`` describes its abilities.
         trajectories: Finds trajectories that a user's collector cuts; None if flags mark all beginnings.
     """
 
@@ -80,8 +80,9 @@ class CollectorStream:
 
         Args:
             build: Returns the collector and its rollouts.
-            policy: The policy, to set its evaluation mode and newest weights; None if the collector does that.
-            context: A context manager to enter before the build; it exits when the stream closes.
+            policy: The policy, which the stream updates to the newest weights and sets to evaluation mode; None if the
+                collector does both.
+            context: A context manager that the stream enters before the build and exits when it closes.
         """
         rng = torch.get_rng_state() if self._is_resumed and self._rng is None else self._rng
         if context is not None:
@@ -147,7 +148,7 @@ class CollectorStream:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Allow Ctrl-C to end a block that draws a rollout, if the collector's state contains all changes of the block.
+        """Allow Ctrl-C to end a block that draws a rollout, if the block changes only the state of the collector.
 
         Until the rollout is accepted, checkpoints contain the earlier states of collector and generator.
         """
@@ -160,11 +161,11 @@ class CollectorStream:
         interrupts.between_steps = False
 
     def accept(self) -> None:
-        """Accept the last rollout after the run has counted and stored it: checkpoints use the current states again."""
+        """Accept the last rollout after the run has stored it; later checkpoints contain the current states."""
         self._unaccepted = None
 
     def _with_newest_weights(self, rollouts: Iterator[TensorDictBase], policy: Any) -> Iterator[TensorDictBase]:
-        """Draw with the newest weights and in evaluation mode; copies in other processes keep their mode."""
+        """Draw rollouts with the newest weights, in evaluation mode; copies in other processes keep their mode."""
         mode, take_weights = EvaluationMode(policy), self.api.update_policy_weights_
         while True:
             if take_weights is not None:
@@ -195,7 +196,7 @@ class CollectorStream:
                 collector.shutdown()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a resumed run: collectors cannot be copied, so a copy builds a new one from the state."""
+        """Return a state without the collector, which cannot be copied; a copy builds its own from this state."""
         if self.collector is None:
             return dict(vars(self))
         initial = vars(type(self)(*self._accumulators))
@@ -205,7 +206,7 @@ class CollectorStream:
 
     @property
     def collector_state(self) -> dict[str, Any] | None:
-        """The state of the collector, or None; without a collector, the saved state of the next or the last one."""
+        """The state of the collector; if it is closed or not built, its saved state or None."""
         if self._unaccepted is not None:
             return self._unaccepted[0]
         if self.collector is None:

@@ -1,4 +1,4 @@
-"""The discount of a run: the learner owns it if it has one, and the buffer is built with it."""
+"""The discount of a run: if the learner has a discount, the buffer is built with the same one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ B = TypeVar("B")
 
 
 def learner_discounts(learner: Any) -> dict[str, float]:
-    """Return the discounts of a learner by name; an empty dict if the learner leaves them to its buffer.
+    """Return the discounts of a learner by name; an empty dict if only the buffer has a discount.
 
     Raises:
         ValueError: A discount is not between 0 and 1.
@@ -43,15 +43,16 @@ def build_buffer(make: Callable[..., B], learner: Any, *, trial: bool = False, *
     """Call a buffer factory with sizes and, if it accepts them, the learner's discounts.
 
     Args:
-        make: the factory; arguments bound by a partial or by LightningCLI belong to the buffer.
-        learner: the LightningModule; if it is None or has no discounts, the factory sets them.
-        trial: the buffer is temporary: build it from a copy, because storage and sampler of a partial serve one buffer.
+        make: the factory. Arguments that a partial or LightningCLI binds are the buffer's own.
+        learner: the LightningModule, or None. Without a learner's discount, the factory's discount is used.
+        trial: build a temporary buffer from a copy of the factory, because a storage or sampler that a partial binds
+            serves only one buffer.
         sizes: further arguments of the DataModule.
 
     Raises:
         ValueError: The buffer's discount differs from the learner's.
     """
-    # A partial with a wrong argument has no readable signature, so the signature of its function is read.
+    # The signature of a partial with a wrong argument cannot be read, so read the signature of its function.
     function, bound = (make.func, make.keywords) if isinstance(make, partial) else (make, dict[str, Any]())
     parameters, arguments = {*inspect.signature(function).parameters, *bound}, dict[str, Any](sizes)
     for name, discount in learner_discounts(learner).items():
@@ -82,7 +83,7 @@ def discount_of(learner: Any, buffer: Any) -> float:
 
 
 def _discounts_in_use(buffer: Any) -> list[float]:
-    """Return the discounts that affect batches; single steps do not depend on one."""
+    """Return the discounts that affect batches; batches of single steps do not depend on a discount."""
     storage = getattr(buffer, "storage", None)
     parts = [buffer] if getattr(buffer, "n_steps", 2) > 1 else []
     parts += [part for part in (attached_entities(storage) if storage is not None else ()) if part is not buffer]

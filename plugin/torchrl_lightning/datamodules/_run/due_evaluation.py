@@ -15,9 +15,9 @@ from torchrl_lightning.callbacks.sparse import SparseCallback
 class DueEvaluation(SparseCallback):
     """Let a resumed run make the evaluation that the interrupted run would have made next.
 
-    Callbacks write checkpoints in ``on_train_batch_end``, and Lightning evaluates after it. A run that resumes from a
-    checkpoint of this hook skips the evaluation and, at the end of an epoch, also the following hooks. Best checkpoint
-    and early stopping would miss a score.
+    Callbacks write checkpoints in ``on_train_batch_end``, before Lightning evaluates. Without this class, a run that
+    resumes from one of these checkpoints skips the evaluation and, at the end of an epoch, also the hooks after it. The
+    callbacks for the best checkpoint and for early stopping would then miss a score.
 
     Args:
         data: The DataModule.
@@ -28,7 +28,7 @@ class DueEvaluation(SparseCallback):
         self.data = data
         self._was_due = False  # whether an evaluation was due when the loaded checkpoint was written
         self._is_running = self._resumes = self._finishes_run = False
-        self._count = 0  # evaluations before the running one
+        self._count = 0  # number of evaluations before the current one
 
     @property
     def is_due(self) -> bool:
@@ -57,7 +57,7 @@ class DueEvaluation(SparseCallback):
         self.data.num_evaluations = value
 
     def attach(self, trainer: Any) -> None:
-        """Append this callback to a trainer's callbacks, once, so that all others are ready for an evaluation."""
+        """Append this callback to a trainer's callbacks, once, so that all earlier ones are ready for an evaluation."""
         if self not in trainer.callbacks:
             trainer.callbacks.append(self)
             trainer.callbacks.insert(0, _EvaluationBounds(self))  # before callbacks that write checkpoints
@@ -90,7 +90,7 @@ class DueEvaluation(SparseCallback):
         trainer.fit_loop.epoch_loop.val_loop.reset_restart_stage()
 
     def finish_run(self) -> bool:
-        """End a resumed run that only had its last evaluation left; return whether it ends.
+        """End a resumed run if only its last evaluation was missing; return whether the run ends.
 
         Call this method before the first batch.
         """
@@ -110,7 +110,7 @@ class DueEvaluation(SparseCallback):
 
 
 class _EvaluationBounds(SparseCallback):
-    """Record the beginning and end of evaluations before other callbacks write checkpoints in the same hooks."""
+    """Record when evaluations begin and end, before other callbacks write checkpoints in the same hooks."""
 
     def __init__(self, due: DueEvaluation) -> None:
         super().__init__()

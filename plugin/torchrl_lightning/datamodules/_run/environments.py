@@ -38,10 +38,10 @@ class RunEnvironments:
     Args:
         env: an id, a factory of one environment, or a ready environment.
         num_envs: number of parallel environments.
-        eval_env: the environment of evaluation, in the form of ``env``; a new ``env`` if None.
+        eval_env: the environment of evaluation, in a form that ``env`` accepts; a new ``env`` if None.
         drops_reset_rows: accept a ready vector environment in mode ``NEXT_STEP``.
-        clip_actions: whether collection clips actions to their Box; evaluation and policies in checkpoints then also
-            clip. None if only a built collector defines this.
+        clip_actions: whether collection, evaluation and policies in checkpoints clip actions to their Box. None if this
+            is unknown before the collector is built.
 
     Raises:
         ValueError: ``env`` is ready and ``eval_env`` is None, but evaluation needs a second environment.
@@ -89,7 +89,7 @@ class RunEnvironments:
         check_clipping(self.specs.action_format, self.specs.action)
 
     def adopt_clipping(self, collector: CollectorApi) -> None:
-        """Adopt ``clip_actions`` of a built collector if its factory has no parameter ``clip_actions``."""
+        """Use ``clip_actions`` of the built collector if its factory does not have a parameter ``clip_actions``."""
         if collector.clip_actions is not None and not self._knows_clipping:
             self._clips = collector.clip_actions
 
@@ -98,7 +98,8 @@ class RunEnvironments:
 
         Args:
             state: The specs of the checkpoint.
-            evaluates: True if nothing is collected. Otherwise known settings of the collector have priority.
+            evaluates: True for an evaluation without collection. Otherwise a known setting of the collector has
+                priority.
         """
         if evaluates or not self._knows_clipping:
             self._clips |= bool(state.get("action_format", {}).get("clip", False))
@@ -121,7 +122,7 @@ class RunEnvironments:
     def check_evaluation(self, collection: EnvironmentView | None = None) -> None:
         """Check that evaluation and collection use the same environment.
 
-        A warning is logged for an allowed difference of the wrappers.
+        If the wrappers differ in an allowed way, a warning is logged.
 
         Args:
             collection: the view of the environment of a user's collector; None for ``env``.
@@ -145,7 +146,7 @@ class RunEnvironments:
 
     @contextmanager
     def _inspected_env(self) -> Iterator[VectorEnv | EnvBase]:
-        """Yield the environment for inspection; instead of one with worker processes, yield a copy without them."""
+        """Yield the environment for inspection, or, if it has worker processes, a copy without worker processes."""
         if vectorization_of(self.env) != "async":
             yield self.get_or_build()
         else:

@@ -19,7 +19,7 @@ def read_episode_data(rollout: TensorDictBase) -> dict[str, Any]:
 
 
 def _concat(finished: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Return all returns and all lengths of episodes; an empty list without episodes."""
+    """Concatenate the returns and the lengths of all episodes; an empty list without episodes."""
     return [torch.cat(tensors) for tensors in zip(*finished, strict=True)]
 
 
@@ -34,11 +34,12 @@ def _read_finished(value: Any, name: str) -> list[tuple[Tensor, Tensor]]:
 
 
 class FinishedEpisodes(Stateful):
-    """Mean return and length of the episodes that ended since the last summary, of ``num_envs`` environments or more.
+    """Mean return and length of the episodes since the last summary, in at least ``num_envs`` environments.
 
-    Rollouts of a single step are common, so rollouts are stored first and then evaluated together. With the cumulative
-    reward ``C[t]`` of an environment, an episode that ends at ``t`` after an earlier end at ``s`` has the return
-    ``C[t] - C[s]``. The first episode also includes its rewards from earlier rollouts.
+    Rollouts of a single step are common, so several rollouts are stored first and then evaluated together. ``C[t]`` is
+    the cumulative reward of an environment. If one episode ends at ``s`` and the next one at ``t``, the next one has
+    the return ``C[t] - C[s]``. The return of an environment's first episode also includes the rewards of this episode
+    in earlier rollouts.
 
     Examples:
         >>> episodes = FinishedEpisodes(1)
@@ -51,7 +52,7 @@ class FinishedEpisodes(Stateful):
     STATE = {"finished": Attribute(_read_finished, "_finished", _concat)}
 
     def __init__(self, num_envs: int) -> None:
-        self._returns = torch.zeros(num_envs, dtype=torch.float64)  # of unfinished episodes
+        self._returns = torch.zeros(num_envs, dtype=torch.float64)  # sums over unfinished episodes
         self._lengths = torch.zeros(num_envs, dtype=torch.int64)
         self._pending: list[tuple[Tensor, Tensor, Tensor | None]] = []  # rollouts of the same environments
         self._env_ids: Tensor | None = None  # ids of these environments
@@ -66,16 +67,16 @@ class FinishedEpisodes(Stateful):
         cut: bool = False,
         replayed: Tensor | None = None,
     ) -> None:
-        """Add the rewards (to be summed) and done flags (any of them ends an episode) ``[N, T, *]`` of a rollout.
+        """Add the rewards and done flags ``[N, T, *]`` of a rollout.
 
-        ``env_ids`` ``[N]`` are the environments of the rows; None for the first ``N``. ``cut`` is True if the
-        environments are reset afterwards. Episodes that this reset ends are not counted. Episodes that end at a
-        ``replayed`` step (``[N, T, 1]`` bool) are not counted either.
+        Rewards are summed over ``*``, and any done flag ends an episode. ``env_ids`` ``[N]`` are the environments of
+        the rows; None for the first ``N``. ``cut`` is True if the environments are reset afterwards. Episodes that end
+        by this reset, or at a ``replayed`` step (``[N, T, 1]`` bool), are not counted.
         """
         if env_ids is not self._env_ids:
             self._flush()
             self._env_ids = env_ids
-        # Copies: a collector may reuse its memory.
+        # Copy the tensors, because a collector may reuse its memory.
         self._pending.append((reward.clone(), done.clone(), None if replayed is None else replayed.clone()))
         if cut:
             self.forget_unfinished()
@@ -83,7 +84,7 @@ class FinishedEpisodes(Stateful):
             self._flush()
 
     def summary(self) -> dict[str, float]:
-        """Return mean return, mean length and number of the episodes, and clear them; empty without episodes."""
+        """Compute mean return, mean length and number of ended episodes, and clear these; empty without episodes."""
         self._flush()
         finished, self._finished = self._finished, []
         if not sum(len(returns) for returns, _ in finished):
@@ -129,7 +130,7 @@ class FinishedEpisodes(Stateful):
         else:
             is_collected = ~torch.cat(replays, 1)[env, time, 0].cpu()
             self._finished.append((returns[is_collected], lengths[is_collected]))
-        # Carry over each environment's rewards and steps since its last end of an episode.
+        # Carry over the rewards and steps of each environment's unfinished episode.
         returns_before, lengths_before = returns_before + total[:, -1], lengths_before + total.shape[1]
         is_last = is_first.roll(-1)
         ended = env[is_last]
@@ -138,7 +139,7 @@ class FinishedEpisodes(Stateful):
         self._returns[ids], self._lengths[ids] = returns_before, lengths_before
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
-        """Return the episodes of the next summary; unfinished episodes are not saved, because they cannot continue."""
+        """Return the episodes for the next summary, without unfinished episodes, which cannot continue after a load."""
         self._flush()
         return super().state_dict(copy=copy)
 

@@ -23,7 +23,7 @@ from torchrl_lightning.environments.copies import FreshActions, FreshObservation
 from torchrl_lightning.environments.recipe import differences, to_plain
 from torchrl_lightning.environments.specs import COUNTERS, spec_fields, unwrap_transforms
 
-# Wrappers that guard, cut, record or render an episode, and change neither observation nor reward of a step.
+# Wrappers that check, truncate, record or render an episode, but do not change observations and rewards.
 _NEUTRAL_WRAPPERS = (
     ResetTrackingVectorEnv,
     FreshActions,
@@ -62,7 +62,7 @@ class EnvironmentView:
 
     Attributes:
         specs: Specs of observation and action.
-        wrappers: Class names of one Gymnasium environment and its wrappers, from the inside out; None for other or
+        wrappers: Class names of one Gymnasium environment and its wrappers, innermost first; None for other or
             inaccessible environments.
         arguments: Arguments of each wrapper as plain values; None if Gymnasium did not record them.
         transforms: Class names of TorchRL transforms that may change observation, reward or end; None for other
@@ -110,7 +110,7 @@ def check_evaluation(collection: EnvironmentView, evaluation: EnvironmentView, i
     Args:
         collection: the environment of collection.
         evaluation: the environment of evaluation.
-        is_user_env: the user set ``eval_env``; then its wrappers may differ.
+        is_user_env: True if the user has set ``eval_env``, which may have other wrappers.
 
     Returns:
         The allowed difference of the wrappers; None without a difference.
@@ -131,7 +131,7 @@ def check_evaluation(collection: EnvironmentView, evaluation: EnvironmentView, i
 
 
 def check_first_rollout(stream: Iterable[TensorDictBase], specs: EnvironmentSpecs) -> Iterator[TensorDictBase]:
-    """Yield a collector's rollouts ``[*B]`` after a check of the first one against the specs of the networks.
+    """Yield a collector's rollouts ``[*B]``; first check that the first rollout matches the specs of the networks.
 
     Raises:
         ValueError: An observation is missing or has another shape.
@@ -154,7 +154,7 @@ def check_first_rollout(stream: Iterable[TensorDictBase], specs: EnvironmentSpec
 
 
 def _wrappers(env: Any) -> tuple[list[str] | None, list[dict[str, Any] | None] | None]:
-    """Return the class names of one environment and its wrappers, from the inside out, and their arguments."""
+    """Return the class names of one environment and its wrappers, innermost first, and their arguments."""
     env_wrappers: list[Any] = []
     while isinstance(env, VectorWrapper):
         env_wrappers.append(env)
@@ -218,7 +218,7 @@ def _spec_fields(spec: TensorSpec) -> dict[str, Any]:
 
 
 def _rounded_bound(bound: torch.Tensor) -> Any:
-    """Return a bound as numbers of six digits, because computed bounds differ in the last digits."""
+    """Return a bound as numbers, rounded to six digits, because computed bounds differ in the last digits."""
     flat = bound.flatten()
     numbers = [float(f"{number:.6g}") for number in (flat[:1] if (flat == flat[:1]).all() else flat).tolist()]
     return numbers[0] if len(numbers) == 1 else numbers
@@ -237,7 +237,8 @@ def _wrapper_difference(collection: EnvironmentView, evaluation: EnvironmentView
         if collection.wrappers is None or evaluation.wrappers is None:
             return None
         if collection_transforms or evaluation_transforms:
-            # Wrappers of one side may replace transforms of the other, unless they are missing or equal on both sides.
+            # Wrappers of one side may replace transforms of the other side. This is excluded if the wrappers are
+            # missing or if both sides have the same wrappers.
             is_equal = (
                 len((evaluation if collection_transforms else collection).wrappers or ()) > 1
                 and collection.wrappers != evaluation.wrappers

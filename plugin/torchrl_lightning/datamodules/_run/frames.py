@@ -18,8 +18,9 @@ class FrameClock(Stateful):
     """Count the frames of all ranks and, separately, replayed steps, for example of demonstrations.
 
     Args:
-        total: The run ends after this number of frames, or of replayed steps without a frame between; -1 for never.
-        frames: Frames that were collected before.
+        total: The run ends after this number of frames, or after this number of replayed steps without a new frame; -1
+            for never.
+        frames: Initial number of frames.
 
     Attributes:
         frames: Frames of the run.
@@ -51,7 +52,7 @@ class FrameClock(Stateful):
         return 0 <= self.total <= max(self.frames, self.consecutive_replays)
 
     def announce(self, rollout: int, trainer: Any) -> None:
-        """Log if a run has no end, or if whole rollouts (``rollout`` frames of all ranks) exceed its total."""
+        """Log if the run never ends, or if its last rollout (``rollout`` frames on all ranks) will exceed the total."""
         self.check_end(trainer)
         if self.total > 0 and self.total % rollout:
             last = -(-self.total // rollout) * rollout
@@ -84,7 +85,7 @@ class FrameClock(Stateful):
             )
 
     def add(self, steps: int, world_size: int, replayed: Tensor | None) -> None:
-        """Count the steps of a rollout of each rank; ``replayed`` is the mask of replayed steps, or None.
+        """Count the steps of one rollout on each rank; ``replayed`` is the mask of replayed steps, or None.
 
         A warning is logged if ``total`` steps were replayed since the last frame.
         """

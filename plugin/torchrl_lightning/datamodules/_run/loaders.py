@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class Batches:
     """A sized, re-iterable loader of ``length`` batches that does nothing before it is iterated.
 
-    For a loader without a length, Lightning fetches one batch ahead of the training step, so that every batch would be
+    If a loader does not have a length, Lightning fetches each batch one training step earlier. Each batch would then be
     one update stale. A :class:`torch.utils.data.DataLoader` is not used, because its collation splits a TensorDict.
     """
 
@@ -41,7 +41,7 @@ class Batches:
         return self._make_iterator()
 
     def state_dict(self) -> dict[str, int]:
-        """Return an empty state: the DataModule stores the position; without this method Lightning warns on resume."""
+        """Return an empty state, which avoids a warning of Lightning on resume; the DataModule stores the position."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
@@ -85,7 +85,7 @@ def end_restarted_epoch(trainer: Trainer, length: int) -> None:
     loop: Any = trainer.fit_loop
     batches = loop.epoch_loop.batch_progress
     if loop.restarting and loop.epoch_loop.restarted_on_train_batch_end and batches.is_last_batch:
-        batches.current.completed = max(batches.current.completed, length - 1)  # Lightning adds the last one
+        batches.current.completed = max(batches.current.completed, length - 1)  # Lightning counts the last batch itself
 
 
 class LoadersDataModule(L.LightningDataModule):
@@ -118,7 +118,7 @@ class LoadersDataModule(L.LightningDataModule):
         raise NotImplementedError
 
     def publish_metrics(self) -> None:
-        """Publish :meth:`metrics` for the trainer's callbacks; on several ranks, their means over the ranks."""
+        """Publish :meth:`metrics`, averaged over the ranks, for the trainer's callbacks."""
         if self.trainer is not None:
             publish_metrics(self.trainer, self.metrics())
 
@@ -136,7 +136,7 @@ class LoadersDataModule(L.LightningDataModule):
         return self.trainer.lightning_module if self.trainer is not None else None
 
     def _learner_api(self) -> LearnerApi:
-        """Return the abilities of the trainer's module; they are read once per fit."""
+        """Return the abilities of the trainer's module, which are read once per fit."""
         if self._learner_api_cache is None or self._learner_api_cache.part is not self._learner:
             self._learner_api_cache = get_learner(self.trainer, type(self).__name__)
         return self._learner_api_cache
@@ -181,7 +181,7 @@ class LoadersDataModule(L.LightningDataModule):
         return self.val_dataloader()
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch only if it is on another device: Lightning's own check takes 2 % of a small agent's training."""
+        """Move a batch if it is on another device. Lightning's own check takes 2 % of a small agent's training time."""
         return batch if is_on_device(batch, device) else super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def _transfer(self, batch: Any) -> Any:
@@ -208,7 +208,7 @@ class LoadersDataModule(L.LightningDataModule):
         return self._clock.is_exhausted
 
     def _evaluation_or_stop(self) -> Iterator[Any]:
-        # Ctrl-C may end an evaluation, because a resumed run repeats it. The last evaluation of a run is completed.
+        # A resumed run repeats an evaluation that Ctrl-C has ended. Ctrl-C does not end the last evaluation of a run.
         ends_run = self.trainer is not None and self.trainer.should_stop
         with nullcontext() if ends_run else interrupts.interruptible(), rank_stop.evaluating():
             batches = list(self._evaluation())

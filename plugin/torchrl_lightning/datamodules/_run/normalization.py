@@ -40,11 +40,11 @@ class Normalization(Stateful):
     does not change the statistics.
 
     Args:
-        observation: True for all entries of the observation, or the names of some.
+        observation: True for all entries of the observation, or a list of entries.
         reward: whether rewards are scaled.
         clip: largest absolute value of a normalised entry.
         epsilon: added to variances.
-        frozen: never update the statistics.
+        frozen: True if the statistics never change.
     """
 
     OWNER = "normalization"
@@ -55,7 +55,7 @@ class Normalization(Stateful):
         "noted": Attribute(check_for=lambda normalization: normalization._read_moments, attribute="_saved_moments"),
         "scale": Child(attribute="_scale"),
     }
-    """The steps that this rank has recorded and not yet added to the statistics."""
+    """State entries of the steps that this rank has recorded but not yet added to the statistics."""
 
     def __init__(
         self,
@@ -76,7 +76,8 @@ class Normalization(Stateful):
         self._pending_moments: dict[NestedKey, Moments] = {}  # moments of earlier observations and of reward sums
         self._pending_frames = 0  # frames recorded since the statistics advanced
         self._total_frames = 0  # frames of this rank in the statistics
-        # The last rollout; its observations with their target lists; its rewards and end flags.
+        # These attributes hold the last rollout, its observations with their target lists, and its rewards and end
+        # flags.
         self._last_rollout: TensorDictBase | None = None
         self._observations: list[tuple[list[Tensor], Tensor]] = []
         self._reward_and_done: list[Tensor] = []
@@ -105,9 +106,10 @@ class Normalization(Stateful):
     def normalize_rollout(
         self, rollout: TensorDictBase, parts: Sequence[RolloutPart], env_ids: Tensor | None, *, cut: bool, gamma: float
     ) -> TensorDictBase:
-        """Return the normalised rollout ``[N, T]``, and add the raw one, part by part, to the statistics.
+        """Return the normalised rollout ``[N, T]``, and add the parts of the raw rollout to the statistics.
 
-        Observations use the statistics before the rollout, as the policy did; rewards use the statistics after it.
+        Observations use the statistics before the rollout, like the policy. Rewards use the statistics after the
+        rollout.
         """
         if not self.is_on:
             return rollout
@@ -122,7 +124,7 @@ class Normalization(Stateful):
             None,
             [],
             [],
-        )  # free them: the next rollout has other memory
+        )  # free these entries, because the next rollout has other memory
         self.advance()
         if self.reward:
             self._scale.scale_(normalized)
@@ -164,7 +166,7 @@ class Normalization(Stateful):
         if self.frozen:
             return
         if rollout is not self._last_rollout:
-            # Look the entries up once if the collector always delivers the same memory.
+            # If the collector always delivers the same memory, look up the entries only once.
             keys = [] if self._normalizer is None else self._normalizer.keys
             self._observations = [(self._pending_rows.setdefault(key, []), rollout.get(key)) for key in keys]
             self._reward_and_done = [rollout.get(("next", name)) for name in ("reward", "done")]
@@ -184,7 +186,7 @@ class Normalization(Stateful):
                 self.forget_unfinished()
 
     def advance_if_due(self) -> None:
-        """Advance the statistics if enough rows are recorded: 256, and 1 % of the earlier rows, or the first rows."""
+        """Advance the statistics if they are empty, or if new rows reach 256 and 1 % of the number of earlier rows."""
         is_due = (
             self._pending_frames >= _CHUNK and self._pending_frames * 100 >= self._total_frames
         ) or not self._total_frames
@@ -233,7 +235,7 @@ class Normalization(Stateful):
     # ------------------------------------------------------------------ state
 
     def statistics(self) -> dict[str, Any]:
-        """Return the statistics for acting and learning; they are the same on all ranks."""
+        """Return the statistics that policy and learner use, which are the same on all ranks."""
         observation = {} if self._normalizer is None else self._normalizer.moments_state()
         return {"observation": observation, "reward": self._scale.moments.state_dict()}
 
@@ -241,7 +243,7 @@ class Normalization(Stateful):
         """Restore the result of :meth:`statistics`.
 
         Raises:
-            ValueError: The statistics do not fit the normalised entries of this run; nothing is changed then.
+            ValueError: The statistics do not fit the normalised entries of this run. An error changes nothing.
         """
         check_state(state, {"observation": mapping, "reward": mapping}, "normalization")
         scale = Moments.empty().restored(state["reward"], "moments of rewards")
@@ -250,11 +252,11 @@ class Normalization(Stateful):
         self._scale.load_moments(scale)
 
     def load_normalization(self, state: Mapping[str, Any]) -> None:
-        """Load the :meth:`statistics` of another run; without its reward moments, reward scaling starts fresh.
+        """Load the :meth:`statistics` of another run; if they lack reward moments, reward scaling starts without any.
 
         Raises:
-            ValueError: Only one of the runs normalises observations, or moments for frozen rewards are missing; nothing
-                is changed then.
+            ValueError: One run normalises observations and the other does not. Or rewards are scaled with frozen
+                statistics, but their moments are missing. An error changes nothing.
         """
         check_state(state, {"observation": mapping, "reward": mapping}, "normalization")
         scale = Moments.empty().restored(state["reward"], "moments of rewards")

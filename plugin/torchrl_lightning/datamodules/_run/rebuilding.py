@@ -44,8 +44,8 @@ class RunState(Stateful):
 class RebuildableDataModule(PickleByValueMixin):
     """Store the plain arguments of a DataModule in ``hparams``, and rebuild a DataModule from them.
 
-    Plain values are numbers, strings, booleans, None, and lists and dicts of these. ``hparams`` contains the original
-    arguments, also of a subclass with its own constructor. Checkpoints store them, and only
+    Plain values are numbers, strings, booleans, None, and lists and dicts of these. ``hparams`` contains the arguments
+    that the user passed, also to the constructor of a subclass. Checkpoints store ``hparams``, and only
     :meth:`load_from_checkpoint` reads them.
     """
 
@@ -53,10 +53,10 @@ class RebuildableDataModule(PickleByValueMixin):
     """Arguments that are never read from a checkpoint, because they may name modules and folders."""
 
     _arguments: dict[str, Any] | None = None
-    """The arguments of the outermost constructor, until they are stored."""
+    """The arguments of the outermost constructor; None after they are stored in ``hparams``."""
     _is_set_up = False
     _pending_state: dict[str, Any] | None = None
-    """A state that waits for ``setup``."""
+    """A loaded state that ``setup`` restores."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -64,7 +64,7 @@ class RebuildableDataModule(PickleByValueMixin):
             cls.__init__ = _record_arguments(cls.__init__)  # type: ignore[method-assign]
 
     def _store_settings(self) -> None:
-        """Fill ``hparams`` from the arguments of the outermost constructor, and record the names of missing ones."""
+        """Fill ``hparams`` from the outermost constructor's arguments, and record the names of arguments not stored."""
         arguments, self._arguments = self._arguments or {}, None
         parameters = inspect.signature(type(self).__init__).parameters
         hparams = {name: _to_plain(value) for name, value in arguments.items() if name not in self.NOT_IN_FILES}
@@ -74,7 +74,7 @@ class RebuildableDataModule(PickleByValueMixin):
             for name, value in arguments.items()
             if name not in hparams and (name not in parameters or value is not parameters[name].default)
         ]
-        # Lightning would collect the arguments of a constructor's frame, so pass the outermost frame instead.
+        # Pass the outermost frame, because Lightning would collect the arguments of a constructor's frame.
         *_, frame = _outer_frames()
         cast(L.LightningDataModule, self).save_hyperparameters(hparams, logger=False, frame=frame)
 
@@ -96,8 +96,8 @@ class RebuildableDataModule(PickleByValueMixin):
             map_location: device of loaded tensors; the CPU if None.
             hparams_file: a YAML file with settings that replace the settings of the checkpoint.
             weights_only: load only tensors and plain values; True if None.
-            kwargs: the arguments that checkpoints do not store: environments, classes, functions, folders and data sets
-                of the run. Other arguments replace the settings of the checkpoint.
+            kwargs: the run's arguments that checkpoints do not store: environments, classes, functions, folders and
+                data sets. Any other argument replaces a setting of the checkpoint.
 
         Raises:
             TypeError: An argument is missing or unknown.
@@ -145,7 +145,7 @@ class RebuildableDataModule(PickleByValueMixin):
         return loaded
 
     def _defer_state(self, state: dict[str, Any], fingerprint: Mapping[str, Any]) -> None:
-        """Keep a state until ``setup``, when learner, buffer and ranks are known; restore counters and statistics.
+        """Restore counters and statistics; keep the state until ``setup``, when learner, buffer and ranks are known.
 
         Args:
             state: The state of a run with the same fingerprint.
@@ -170,7 +170,7 @@ class RebuildableDataModule(PickleByValueMixin):
             cast(L.LightningDataModule, self).load_state_dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Like Lightning's modules: the copy is attached to a trainer later.
+        # A copy does not have a trainer, like copies of Lightning's modules.
         return {**vars(self), "trainer": None, "_learner_api_cache": None}
 
     def _user_values(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class RebuildableDataModule(PickleByValueMixin):
 
 
 def _record_arguments(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a constructor so that it first records its arguments by name, unless a subclass's constructor has."""
+    """Wrap a constructor so that it first records its arguments by name, if no subclass's constructor has done so."""
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -40,7 +40,7 @@ def _read_pending(value: Any, name: str) -> list[tuple[Tensor, Tensor]]:
 class RewardScale(Stateful):
     r"""Divide rewards by the standard deviation of \(y_t = \gamma y_{t-1} + r_t\), and clip them.
 
-    The sum starts again with each episode. Recorded rewards change the deviation only after :meth:`load_moments`.
+    The sum \(y\) restarts with each episode. Recorded rewards change the deviation only after :meth:`load_moments`.
 
     Args:
         clip: largest absolute value of a scaled reward.
@@ -60,10 +60,10 @@ class RewardScale(Stateful):
 
     def __init__(self, clip: float, epsilon: float = EPSILON) -> None:
         self.clip, self.epsilon = clip, epsilon
-        self._gamma = 0.99  # until the first rewards set another value
+        self._gamma = 0.99  # replaced with the first rewards
         self.moments = Moments.empty()
         """The moments of the sums."""
-        # Subtracted value (always zero), and one over the standard deviation.
+        # The subtracted value (always zero), and the reciprocal of the standard deviation.
         self._constants = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
         self._sums = torch.zeros(0, dtype=torch.float64)  # the last sum of each environment
         self._pending: list[tuple[Tensor, Tensor]] = []  # rewards and end flags of the same environments
@@ -71,7 +71,7 @@ class RewardScale(Stateful):
         self._steps = 0  # number of recorded steps
 
     def scale_(self, data: TensorDictBase) -> None:
-        """Scale ``("next", "reward")`` in place of the raw rewards."""
+        """Replace the raw rewards in ``("next", "reward")`` by scaled rewards."""
         following = raw_items(data)["next"]
         reward = raw_items(following)["reward"]
         zero, factor = self._constants

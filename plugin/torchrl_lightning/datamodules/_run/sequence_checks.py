@@ -23,14 +23,14 @@ def has_recurrent_states(policy: Any, keys: Sequence[NestedKey]) -> bool:
 
 
 def passes_batches_unchanged(data: Any, learner: Any) -> bool:
-    """Return whether batches reach the loss unchanged: the user has no hooks that may reshape them."""
+    """Return whether batches reach the loss unchanged, because no hook of the user may reshape them."""
     hooks = [getattr(part, name, None) for part in (data, learner) for name in HOOKS]
     packages = (str(hook.__module__).partition(".")[0] for hook in hooks if hook is not None)
     return all(package in ("torchrl_lightning", "lightning", "pytorch_lightning") for package in packages)
 
 
 def has_recurrent_policy(learner: Any, keys: Sequence[NestedKey]) -> bool:
-    """Return whether a learner's policy is recurrent, by the network's description or the built policy."""
+    """Return whether a learner's policy is recurrent, according to the network's description or the built policy."""
     api = LearnerApi.of(learner)
     if api.has_memory:
         return True
@@ -39,7 +39,7 @@ def has_recurrent_policy(learner: Any, keys: Sequence[NestedKey]) -> bool:
 
 
 def check_whole_environments(num_envs: int, steps: int, number: int | None, size: int | None) -> None:
-    """Raise a ValueError if mini-batches cannot consist of whole environments, as a recurrent policy needs.
+    """Raise a ValueError if mini-batches cannot consist of whole environments, which a recurrent policy needs.
 
     Args:
         num_envs: environments of a rollout.
@@ -90,7 +90,7 @@ def check_windows(buffer: Any, steps: int | None, recurrent: bool) -> None:
     Args:
         buffer: the replay buffer.
         steps: steps of each environment before the first update; None if unknown.
-        recurrent: whether a recurrent network receives the batches unchanged; it needs sequences.
+        recurrent: whether a recurrent network, which needs sequences, receives the batches unchanged.
     """
     sampler, length = buffer.sampler, None
     kind = type(sampler).__name__
@@ -106,7 +106,7 @@ def check_windows(buffer: Any, steps: int | None, recurrent: bool) -> None:
     pads = isinstance(sampler, SequenceSampler) and sampler.episode_ends == "pad"
     required = sampler.burn_in + 1 if pads else length
     required += SamplerApi.of(sampler).num_earliest_frames_ignored
-    num_envs = getattr(buffer.writer, "num_envs", 1)  # TorchRL's writers have no environments
+    num_envs = getattr(buffer.writer, "num_envs", 1)  # TorchRL's writers do not have num_envs
     capacity = buffer.storage.max_size // num_envs
     if required > capacity:
         raise ValueError(

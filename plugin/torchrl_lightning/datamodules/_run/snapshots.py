@@ -1,4 +1,4 @@
-"""Store states of replay buffers beside the checkpoints that refer to them."""
+"""Store states of replay buffers in a folder, to which checkpoints refer."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class BufferSnapshots:
     """A folder of buffer states with a subfolder for each state; a run keeps the newest two.
 
     Each run has its own folder below ``root``, with a subfolder for each rank, so that runs with the same ``root``
-    never remove or confuse states. A resumed run continues in the same folder. States are written atomically. The state
-    from which a run resumed is removed after the run has written two states: a checkpoint then refers to the first of
-    them. While a state is written, the disk contains three.
+    never remove or confuse states. A resumed run continues in the same folder. States are written atomically. A resumed
+    run removes its initial state only after it has written two states, because a checkpoint then refers to the first
+    new state. While a state is written, the disk contains three states.
 
     Args:
         root: parent folder of all runs; created with the first state.
@@ -50,13 +50,13 @@ class BufferSnapshots:
         return {"folder": str(self.folder), "run": self.run, "name": name}
 
     def _remove_others(self, names: list[str]) -> None:
-        # This includes states of a killed process that did not write its checkpoint.
+        # Also remove states of a process that was killed before it wrote its checkpoint.
         for old in self.folder.iterdir():
             if old.name not in names and _NAME.fullmatch(old.name):
                 shutil.rmtree(old, ignore_errors=True)
 
     def load(self, buffer: ExperienceBuffer, reference: dict[str, Any]) -> None:
-        """Load a state into the buffer, and write later states into the folder of its run below ``root``.
+        """Load a state into the buffer; :meth:`save` then continues in the folder of the loaded run, below ``root``.
 
         Raises:
             FileNotFoundError: The state no longer exists; the message names the existing states.
@@ -102,7 +102,7 @@ def check_folder(folder: Path, mode: str, checkpoint_buffer: str) -> None:
 
     Args:
         folder: The setting ``buffer_dir``.
-        mode: The run's place of the buffer in checkpoints: ``inside``, ``beside`` or ``none``.
+        mode: The place of the buffer in checkpoints of this run: ``inside``, ``beside`` or ``none``.
         checkpoint_buffer: The setting ``checkpoint_buffer``, which determines the mode.
     """
     if mode != "beside":

@@ -1,6 +1,6 @@
 """Write collected steps into a replay buffer.
 
-:class:`PreparedWrite` writes rows that always have the same memory: it checks them against the buffer only once.
+:class:`PreparedWrite` writes rows that always have the same memory. It checks only once that they fit the buffer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchrl_lightning.replay import ExperienceBuffer
 
 
 def split_at_resets(rollout: TensorDictBase) -> list[TensorDictBase]:
-    """Split a rollout ``[N, T]`` with reset rows into rollouts ``[M, t]`` without them.
+    """Split a rollout ``[N, T]`` with reset rows into rollouts ``[M, t]`` without reset rows.
 
     Each part stores its environment ids; a rollout without resets is returned unchanged.
     """
@@ -44,7 +44,7 @@ def split_at_resets(rollout: TensorDictBase) -> list[TensorDictBase]:
 
 
 def check_resets(env: Any, buffer: ExperienceBuffer, ranks: int) -> None:
-    """Raise a ValueError if reset rows meet a sampler that needs evenly filled rings, or several ranks."""
+    """Raise a ValueError if a run with reset rows has several ranks, or a sampler that needs evenly filled rings."""
     if not tracks_resets(env):
         return
     if ranks > 1:
@@ -89,7 +89,7 @@ class Steps:
 
         Args:
             buffer: the buffer or source.
-            truncated: the environments are reset afterwards, so that the last steps are truncated.
+            truncated: whether to mark the last steps as truncated, because the environments are reset afterwards.
         """
         if truncated:
             mark_truncated(self.rollout)
@@ -98,8 +98,8 @@ class Steps:
     def write_in_parts(self, buffer: Any, truncated: bool = False) -> Iterator[tuple[RolloutPart, dict[str, Any]]]:
         """Write the steps in parts, split at cut trajectories, and yield each part with its :attr:`episode_data`.
 
-        A trajectory is cut by ids, by ``is_init``, by ``writer.cut()``, or by a first row that differs from the stored
-        successor.
+        Trajectories are cut by changed ids, by ``is_init``, by ``writer.cut()``, and by a first row that differs from
+        the stored successor.
 
         Args:
             buffer: a buffer, or a source that stores the rows; None to write nothing.
@@ -130,11 +130,11 @@ class Steps:
         episodes: FinishedEpisodes,
         update_statistics: Callable[..., None] | None = None,
     ) -> None:
-        """Write a rollout of a user's collector, and count the same episodes as the buffer stores.
+        """Write a rollout of a user's collector, and count the episodes that the buffer stores.
 
         Args:
             buffer: The buffer or source; None if another process writes the rollout.
-            cut: The environments are reset afterwards, so that the last steps are truncated.
+            cut: Whether to mark the last steps as truncated, because the environments are reset afterwards.
             stream: Resets the sums over cut episodes.
             episodes: Counts finished episodes.
             update_statistics: Adds the rollout to the normalisation statistics; None without normalisation.
@@ -149,7 +149,7 @@ class Steps:
 
 
 def _write(buffer: Any, rows: TensorDictBase, env_ids: Tensor | None) -> Tensor:
-    """Write rows; return environments with a new episode at the first row, if known."""
+    """Write rows; return the environments (if known) with a new episode at the first row."""
     writer = buffer.writer if isinstance(buffer, ExperienceBuffer) else None
     if writer is None or writer.index is None:
         buffer.extend(rows, env_ids=env_ids)
@@ -172,7 +172,7 @@ def _end_trajectories(buffer: Any, env_ids: Tensor) -> None:
 
 
 class SharedMemorySteps:
-    """Rows in the layout of the rings; the collector overwrites the same memory for each rollout.
+    """Rows in the layout of the rings, in a block of memory that the collector overwrites with each rollout.
 
     Args:
         rows: ``[N]``, or ``[T, N]`` for several steps.
@@ -185,10 +185,10 @@ class SharedMemorySteps:
         self.rollout = rows.unsqueeze(1) if rows.ndim == 1 else rows.transpose(0, 1)  # the same memory as [N, T]
         self.episode_data: dict[str, Any] = read_episode_data(self.rollout)
         self._prepared: PreparedWrite | None = None
-        self._is_stored = False  # whether the buffer has stored such rows
+        self._is_stored = False  # whether the buffer has already stored these rows
 
     def write(self, buffer: ExperienceBuffer, truncated: bool = False) -> None:
-        """Write the current rows into a buffer; from the third write on, with one compiled call if possible."""
+        """Write the current rows into a buffer; the third and later writes use one compiled call if possible."""
         if truncated:
             mark_truncated(self.rollout)
         if self._prepared is not None and self._prepared.buffer is buffer:
@@ -205,11 +205,11 @@ class PreparedWrite:
     """Write the same TensorDict repeatedly with one compiled call, with the effect of ``buffer.extend(rows)``.
 
     Args:
-        buffer: the buffer; it has stored these rows before.
+        buffer: the buffer, which must have stored these rows once.
         rows: steps of all environments, ``[num_envs]`` or time-major ``[T, num_envs]``.
 
     Raises:
-        ValueError: ``extend`` would have to convert or transform the rows, or to set priorities.
+        ValueError: ``extend`` would convert or transform the rows, or set priorities.
 
     Examples:
         >>> from tensordict import TensorDict

@@ -1,4 +1,4 @@
-"""Validate Lightning settings and callbacks that would have no effect, or a wrong one, on a run."""
+"""Validate that Lightning settings and callbacks have the intended effect on a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FOR_MANUAL_OPTIMIZATION: dict[type[Callback], str] = {
     StochasticWeightAveraging: "Use WeightAveraging or EMAWeightAveraging",
     SpikeDetection: "Monitor the logged losses, or clip gradients by max_grad_norm",
 }
-"""Callbacks that need the result of ``training_step`` or Lightning's own optimization, each with its remedy."""
+"""Callbacks that need the result of ``training_step`` or Lightning's automatic optimization, each with a remedy."""
 
 _FOR_OWN_NETWORKS: dict[type[Callback], str] = {
     BaseFinetuning: "Freeze parameters by requires_grad_(False) after build(specs) of the module",
@@ -36,7 +36,7 @@ _FOR_OWN_NETWORKS: dict[type[Callback], str] = {
 
 
 def check_surroundings(trainer: Any, learner: Any) -> None:
-    """Validate torch's global settings and, if there is one, the trainer of a fit."""
+    """Validate torch's global settings, and the trainer if it is not None."""
     check_default_device()
     check_gradients_allowed()
     if trainer is not None:
@@ -71,9 +71,9 @@ def check_trainer(trainer: Any, learner: Any) -> None:
 
 
 def check_batches(trainer: Any, training: int, validation: int) -> None:
-    """Validate that limits of a trainer leave batches of both loaders; raise IncompatibleError if not.
+    """Validate that a trainer's limits leave at least one batch of each loader; raise IncompatibleError if not.
 
-    Lightning raises its own errors later, when the loaders exist.
+    Lightning's own checks run later, when the loaders exist.
 
     Args:
         trainer: The trainer.
@@ -100,7 +100,7 @@ def check_batches(trainer: Any, training: int, validation: int) -> None:
 
 
 def val_check_interval(trainer: Any) -> int | float:
-    """Return ``val_check_interval``, or its default: a trainer that evaluates by time does not have the attribute."""
+    """Return ``val_check_interval``, or the default for a trainer with time intervals, which lacks the attribute."""
     return cast(int | float, vars(trainer).get("val_check_interval", 1.0))
 
 

@@ -1,4 +1,4 @@
-"""Callbacks that forward Lightning's callback-only hooks to a DataModule."""
+"""Callbacks that call a DataModule in hooks that Lightning offers only to callbacks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class WaitingMonitors:
-    """Let Lightning's callbacks wait for metrics that come later, such as the return of the first finished episode.
+    """Let Lightning's callbacks wait for metrics that are logged later, such as the first episode's return.
 
     Otherwise ``EarlyStopping`` and ``ModelCheckpoint`` raise an error if their metric does not exist yet.
     """
@@ -30,7 +30,7 @@ class WaitingMonitors:
         self._changed: list[tuple[Any, str, Any]] = []  # callback, attribute, original value
 
     def wait(self, trainer: Any, delayed: Collection[str]) -> None:
-        """Switch off callbacks that monitor a missing metric of ``delayed``, until the next call."""
+        """Disable callbacks until the next call if they monitor a ``delayed`` metric that is not logged yet."""
         self.release()
         known = trainer.callback_metrics
         for callback in (*trainer.early_stopping_callbacks, *trainer.checkpoint_callbacks):
@@ -42,7 +42,7 @@ class WaitingMonitors:
                 setattr(callback, name, off)
 
     def release(self) -> list[Any]:
-        """Switch the callbacks on again, and return them."""
+        """Enable the callbacks again, and return them."""
         changed, self._changed = self._changed, []
         for callback, name, value in changed:
             setattr(callback, name, value)
@@ -50,7 +50,7 @@ class WaitingMonitors:
 
 
 class DataHooks(SparseCallback):
-    """A callback that forwards callback-only hooks to a DataModule."""
+    """A callback that calls a DataModule in hooks that Lightning offers only to callbacks."""
 
     def __init__(self, data: Any) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class DataHooks(SparseCallback):
         return trainer.datamodule is self.data
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Delay Ctrl-C until the end of a step; several ranks also stop at the same step after other signals."""
+        """Delay Ctrl-C until the end of a step; after any stop signal, several ranks stop at the same step."""
         if not self.is_active_in(trainer):
             return
         if trainer.world_size == 1:
@@ -82,12 +82,12 @@ class DataHooks(SparseCallback):
             self._monitors.wait(trainer, self._delayed_metrics(trainer, pl_module))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the next callbacks wait for metrics that come later."""
+        """Let the callbacks after this one wait for metrics that are logged later."""
         if self.is_active_in(trainer) and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._monitors.wait(trainer, self._delayed_metrics(trainer, pl_module))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log a warning for callbacks that never received an episode metric of training."""
+        """Log a warning for callbacks that never received their training metric, because no episode ended."""
         for callback in self._monitors.release():
             if callback.monitor in self.data.episode_metrics:
                 logger.warning(
@@ -98,15 +98,15 @@ class DataHooks(SparseCallback):
                 )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Restore other callbacks, also after an evaluation; exit if Ctrl-C was pressed meanwhile."""
+        """Enable the waiting callbacks again, also after an evaluation; exit if Ctrl-C was pressed meanwhile."""
         self._monitors.release()
         if stage == "fit":
             rank_stop.end(self.data)
         if stage == "fit" and interrupts.release(self.data):
-            raise SystemExit(1)  # as Lightning does for Ctrl-C, which it ignores from here on
+            raise SystemExit(1)  # like Lightning after Ctrl-C; from here on, Lightning ignores Ctrl-C
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restore other callbacks, and let this rank report the failure."""
+        """Enable the waiting callbacks again, and let this rank report the failure."""
         self._monitors.release()
         if self.is_active_in(trainer):
             rank_stop.keep_process()
@@ -138,16 +138,16 @@ class StepHooks(DataHooks):
 
 
 class ReplayHooks(StepHooks):
-    """End each step, which writes priorities to the buffer, and write the buffer with each checkpoint."""
+    """End each step by writing priorities to the buffer, and write the buffer with each checkpoint."""
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Write a buffer that is stored beside the checkpoint, and add its reference to the checkpoint."""
+        """Write a buffer that is stored in ``buffer_dir``, and add a reference to the checkpoint."""
         if self.is_active_in(trainer) and self.data.save_buffer():
             checkpoint[type(self.data).__qualname__] = self.data.state_dict()
 
 
 class FitHooks(DataHooks):
-    """End a run after the last fit of a model, which validation may have ended."""
+    """End a run after the last fit of a model. The validation may end this fit."""
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop training if all frames are collected and the last fit has ended."""
@@ -158,7 +158,7 @@ class FitHooks(DataHooks):
 
 @contextmanager
 def outside_autocast() -> Iterator[None]:
-    """Disable the autocast of a training step while a rollout is collected, and clear its cache of old weights."""
+    """Disable a training step's autocast while a rollout is collected, and clear the autocast cache of old weights."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):

@@ -1,4 +1,4 @@
-"""Validate ``write_back`` of a ReplayDataModule: its entries must be stored and belong to the step of the row."""
+"""Validate the setting ``write_back``: the buffer must store its entries, which must belong to the row's own step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STORED = frozenset({ACTION, *FLAGS, REWARD[-1], IS_INIT, RETURN, STEP_TYPE})
 
 
 def check_later_keys(keys: Sequence[NestedKey] | None, n_steps: int) -> None:
-    """Validate that ``write_back`` names no entry of a later step; raise ValueError if it does."""
+    """Validate that ``write_back`` does not name an entry of a later step; raise ValueError if it does."""
     later = [key for key in keys or () if path_of(key)[0] == NEXT]
     if n_steps > 1 and later:
         raise ValueError(
@@ -37,7 +37,7 @@ def check_collected_keys(keys: Sequence[NestedKey] | None, data: Any, env: Any, 
     Args:
         keys: The entries.
         data: The DataModule.
-        env: Its environment.
+        env: The collection environment.
         policy: The collection policy.
     """
     outputs, buffer = PolicyApi.of(policy).out_keys, data.buffer
@@ -60,7 +60,7 @@ def check_stored_keys(keys: Sequence[NestedKey] | None, buffer: Any, batch: Tens
 
     Args:
         keys: The entries.
-        buffer: The buffer; it is not checked if it is empty because a source stores the rows.
+        buffer: The buffer. An empty buffer is not checked, because a source then stores the rows.
         batch: The batch.
     """
     for key in keys or ():

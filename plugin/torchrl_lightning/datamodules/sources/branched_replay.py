@@ -54,12 +54,13 @@ class BranchedReplay(Settings, Stateful, ConfigSafe):
         first_length: initial length of branches.
         last_length: final length of branches.
         lengthened_between: numbers of written rows at which the length begins and stops to grow.
-        validation_fraction: share of the rows that is held out from the fits; a row never changes sides.
+        validation_fraction: share of the rows that is held out from the fits. A row stays on its side of the split for
+            the whole run.
         max_validation: largest number of held-out rows.
 
     Raises:
-        ValueError: A number is out of range, or the buffer computes n-step returns. Before or at a fit: one side of the
-            split has no rows, or the world model does not generate an entry that the buffer stores.
+        ValueError: A number is out of range, or the buffer computes n-step returns. Before or at a fit: the training
+            part or the held-out part has no rows, or the world model does not generate an entry that the buffer stores.
 
     Examples:
         >>> from functools import partial
@@ -117,12 +118,12 @@ class BranchedReplay(Settings, Stateful, ConfigSafe):
         self.require_effect("lengthened_between", grows, "a last_length that differs from first_length")
         self.split = HoldoutSplit(self.validation_fraction, self.max_validation)
         self.fits = 0
-        self._fitted_at = 0  # rows written
+        self._fitted_at = 0  # number of written rows at the last fit
         self._rows_per_fit: list[int] = []  # generated rows of each of the last fits
         self._mixture = self.make_mixture(self.max_rows(self.length(0)))
 
     def _restore_mixture(self, value: Any, name: str) -> MixedReplay:
-        """Return the branches of a state in a buffer of the saved size, because the size grows with their length."""
+        """Return a mixture with the branches of a state, in a buffer of the saved size, which grows during a run."""
         largest = self.max_rows(max(self.first_length, self.last_length))
         others = check_state(value, {"others": sequence}, MixedReplay.OWNER)["others"]
         state = check_state(others[0] if others else None, {"storage": mapping}, ExperienceBuffer.OWNER)["storage"]
@@ -158,7 +159,7 @@ class BranchedReplay(Settings, Stateful, ConfigSafe):
     def _make_branch_buffer(self, size: int, old: ExperienceBuffer | None = None) -> ExperienceBuffer:
         """Return a buffer of ``size`` branch rows with the newest rows of an old buffer."""
         storage = RingStorage(size, device=self.buffer.storage.device)
-        # The first fit seeds it.
+        # The first fit seeds this generator.
         generator = torch.Generator() if old is None else old.generator
         branches = ExperienceBuffer(storage=storage, generator=generator, check_successors=False)
         if old is not None and len(old):
@@ -188,7 +189,7 @@ class BranchedReplay(Settings, Stateful, ConfigSafe):
         )
 
     def check_first_fit(self, steps: int, seed: int) -> None:
-        """Validate that both sides of the split have rows at the first fit; raise ValueError if one has none.
+        """Validate that both sides of the split have rows at the first fit; raise ValueError if a side is empty.
 
         Args:
             steps: Steps of each environment before the first fit.
@@ -251,12 +252,12 @@ class BranchedReplay(Settings, Stateful, ConfigSafe):
         """Draw a batch ``[batch_size]``; the entry ``source`` is 0 for real rows and 1 for imagined ones.
 
         Raises:
-            RuntimeError: There are no branches yet.
+            RuntimeError: Branches do not exist yet.
         """
         return self._mixture.draw(batch_size)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Do nothing: imagined rows have no priorities, and real rows are drawn in the same way."""
+        """Do nothing, because imagined rows do not have priorities, and real rows are drawn without priorities."""
 
     def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> None:
         """Write rewritten entries of a batch back into their cells."""

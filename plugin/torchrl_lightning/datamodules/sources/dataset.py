@@ -1,4 +1,4 @@
-"""Fill a replay buffer from a data set: read and check it before training, write it once the policy is built."""
+"""Fill a replay buffer from a data set: read and check it before training, write it when the policy is built."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BufferedDataset:
     Args:
         dataset: an argument of :func:`~torchrl_lightning.read_dataset`.
         env: the expected environment: an id, a factory or a ready environment.
-        specs: its specs, with a frame stack.
+        specs: the specs of the environment, after frame stacking.
         buffer: the empty buffer.
 
     Raises:
@@ -41,7 +41,8 @@ class BufferedDataset:
 
         Args:
             policy: the policy; if it is recurrent, each step stores its initial states.
-            update_statistics: adds rows ``[1, T]`` of an environment to the statistics; None to leave them unchanged.
+            update_statistics: adds rows ``[1, T]`` of an environment to the statistics; None leaves the statistics
+                unchanged.
         """
         if len(self._buffer):
             return
@@ -80,7 +81,8 @@ class DatasetMix:
                 f"dataset_share must be None without dataset= or with source=, got {share}. Set dataset= and leave "
                 "source= out, or leave dataset_share out."
             )
-        # A copy: storage and sampler of a partial serve only one buffer, which is the buffer of collected steps.
+        # Copy the factory: a storage or sampler that a partial binds serves only one buffer, the buffer of collected
+        # steps.
         self._make, self._share = copy.deepcopy(make_buffer), share
 
     def __call__(self, buffer: ExperienceBuffer) -> MixedReplay:

@@ -33,7 +33,7 @@ class MixedReplay(Stateful, ConfigSafe):
 
     The shares are exact: fractions of a row carry over to the next batches, so that each buffer is always less than one
     row behind its ratio. Rows are sorted by buffer, and their entry ``source`` is the number of the buffer. Priorities
-    and rewritten entries are written to the buffer of each row.
+    and rewritten entries of a row are written to the buffer that contains the row.
 
     Args:
         buffer: the first buffer; a ``ReplayDataModule`` collects into it.

@@ -47,7 +47,7 @@ def build_source(make: Callable[..., Any], buffer: Any, folder: Path) -> Any:
 
 
 def check_rows(source: Any, needs_rows: bool) -> None:
-    """Raise a ValueError if another process writes rows into the source that this process must normalise."""
+    """Raise a ValueError if another process writes the rows, but this process must normalise them."""
     if needs_rows:
         raise ValueError(
             "normalize_observation and normalize_reward must be False if the collector writes rows directly into a "
@@ -121,7 +121,7 @@ def check_first_fit(source: Any, steps: int | None, seed: int | None, spawn: Cal
         source: The source; only a :class:`BranchedReplay` fits a model.
         steps: Steps of each environment before the fit; None if unknown.
         seed: The seed of the run; None if unknown.
-        spawn: Returns the seed of a part of the run by its name.
+        spawn: A function that returns the seed for the name of a part of the run.
     """
     if isinstance(source, BranchedReplay) and steps is not None and seed is not None:
         source.check_first_fit(steps, spawn("buffer"))
