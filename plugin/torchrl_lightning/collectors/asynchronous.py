@@ -34,22 +34,23 @@ class AsynchronousCollector(WorkersCollector):
     not exact: rollouts in flight are lost, and every worker resets its environments and its replay.
 
     With ``replay``, each worker draws from its copy of the replay with its own seed. Workers therefore do not wait for
-    each other, and the draws do not depend on their speed. The collector sends changes of the replay to the workers
-    with each publication of weights and with each request for a batch, without steps that a worker already has.
-    Rollouts that begin afterwards use the changed replay.
+    each other, and the draws do not depend on the speed of the workers. The collector sends changes of the replay to
+    the workers with each publication of weights and with each request for a batch. It omits steps that a worker already
+    has. Rollouts that begin afterwards use the changed replay.
 
     Args:
         env: An id, or a picklable factory of one environment.
         num_workers: Number of processes.
         num_envs: Number of environments in each process.
         frames_per_batch: Steps per batch over the environments of one worker; a multiple of ``num_envs``.
-        seed: The seed of each worker's :class:`GymnasiumCollector` is spawned from it
-            (:func:`~torchrl_lightning.collectors.spawn_seed`); ``None`` draws it from torch's global generator.
+        seed: Base seed; :func:`~torchrl_lightning.collectors.spawn_seed` derives the seed of each worker's collector.
+            ``None`` draws the base seed from torch's global generator.
         rollouts_in_flight: Maximum number of rollouts per worker that are begun but not yet yielded.
-        replay: Replays recorded steps in some environments of each worker, as in :class:`GymnasiumCollector`: a
-            :class:`~torchrl_lightning.collectors.SyncedReplaySource`, for example
-            :class:`~torchrl_lightning.DemonstrationReplay`, built for the ``num_envs`` environments of one worker.
-        init_random_frames: Number of frames with random actions, summed over all workers; each worker draws them first.
+        replay: A :class:`~torchrl_lightning.collectors.SyncedReplaySource` for the ``num_envs`` environments of one
+            worker, for example :class:`~torchrl_lightning.DemonstrationReplay`. It replays recorded steps in some
+            environments of each worker, as in :class:`GymnasiumCollector`.
+        init_random_frames: Number of frames with random actions, summed over all workers; each worker begins with its
+            share.
 
     :class:`GymnasiumCollector` describes the other arguments. Each worker steps its environments itself, so a recipe
     with ``vectorization="async"`` raises a ValueError.
@@ -123,7 +124,7 @@ class AsynchronousCollector(WorkersCollector):
         payloads = [self._payload(worker) for worker in range(self.num_workers)]
         self._weights = SharedWeights(self.policy, self.policy_version)
         pool = WorkerPool(payloads, self._yielded.tolist(), self.rollouts_in_flight, self._weights)
-        # Also ends the processes when the collector is garbage-collected or the interpreter exits.
+        # Also end the processes when the collector is garbage-collected or the interpreter exits.
         self._pool, self._end_pool = pool, weakref.finalize(self, pool.close)
         return pool
 

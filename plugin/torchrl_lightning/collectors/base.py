@@ -38,7 +38,7 @@ RECURRENT_STATES = Attribute(
 
 
 def check_random_frames(value: Any, policy: object) -> int:
-    """Validate and return ``init_random_frames``, also given as a float (1e5); it must be 0 without a policy."""
+    """Validate and return ``init_random_frames``, an integer or a float such as 1e5; without a policy it must be 0."""
     number = frames(value, "init_random_frames")
     if policy is None:
         check_defaults("without a policy", "give a policy", init_random_frames=(number, 0))
@@ -78,7 +78,7 @@ class CollectorBase(Stateful, StartsProcesses):
     }
     marks_trajectory_starts = True
     """Whether ``is_init`` and ``done`` mark the start of each trajectory."""
-    _has_replay = False  # True if a replay is given; it continues in a restored collector
+    _has_replay = False  # True if a replay is given; a restored collector continues the replay
     _states: Mapping[NestedKey, Tensor]  # recurrent states of running episodes
 
     @property
@@ -120,7 +120,7 @@ class CollectorBase(Stateful, StartsProcesses):
 
     @property
     def specs(self) -> EnvironmentSpecs:
-        """Specs of the environments (of one worker); reading them starts no process."""
+        """Specs of the environments, or of one worker's environments; no process is started to read them."""
         if self._specs is None:
             if isinstance(self._env_source, VectorEnv):
                 specs = environment_specs(self._env_source)
@@ -174,7 +174,7 @@ class CollectorBase(Stateful, StartsProcesses):
         raise NotImplementedError
 
     def apply_state(self, values: Mapping[str, Any]) -> None:
-        """Continue after the last batch of the state, with a reset of all environments (and workers)."""
+        """Continue after the last batch before the save; reset all environments (and workers) first."""
         self.reset()
         super().apply_state(values)
 

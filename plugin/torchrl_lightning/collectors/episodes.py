@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_ENVS = 32
 MANY_STEPS = 100_000
-MANY_TORCHRL_STEPS = 2_000  # lower, because one step may take some hundredths of a second
+MANY_TORCHRL_STEPS = 2_000  # smaller than MANY_STEPS, because one step may take some hundredths of a second
 
 
 def play_episodes(
@@ -65,22 +65,22 @@ def play_episodes(
             open.
         policy: Reads a TensorDict ``[N]`` and writes ``action``.
         num_episodes: Number of episodes ``E``.
-        num_envs: Number of parallel environments; ``None`` means one per episode, at most 32. A ready environment, and
-            a batched TorchRL environment, keep their own number.
-        seed: The seeds of environments and policy are spawned from it
-            (:func:`~torchrl_lightning.collectors.spawn_seed`). They differ from the seeds of a collector with the same
-            seed. With ``None`` both are random.
+        num_envs: Number of parallel environments; ``None`` means one per episode, at most 32. A ready environment and a
+            batched TorchRL environment keep their own number.
+        seed: Base seed; :func:`~torchrl_lightning.collectors.spawn_seed` derives the seeds of environments and policy.
+            These seeds differ from the seeds of a collector with the same base seed. With ``None`` they are random.
         deterministic: Take the mode of the policy's distribution; False draws a sample.
-        clip_actions: Clip the actions for the environment to their Box. For a policy from
+        clip_actions: Clip the actions to their Box before the environment receives them. For a policy from
             :func:`~torchrl_lightning.load_policy`, actions are also clipped if the collector of its run clipped them.
 
     Returns:
         ``episode_return`` (float32), ``episode_length`` (int64), ``terminated`` and ``truncated`` (bool), each
-        ``[E]``, ordered by environment and time. If a Gymnasium environment reports ``is_success`` or ``success`` in
-        the info at the end of an episode, also ``success`` (bool).
+        ``[E]``, ordered by environment and time. ``success`` (bool) is added if a Gymnasium environment reports
+        ``is_success`` or ``success`` in the info at the end of an episode.
 
     Raises:
-        ValueError: ``num_episodes`` is not positive, the environment does not fit, or the actions to clip have no Box.
+        ValueError: ``num_episodes`` is not positive, the environment does not fit, or ``clip_actions`` is true although
+            the action space is not a Box.
 
     Examples:
         >>> from tensordict.nn import TensorDictModule
@@ -188,7 +188,7 @@ class _EpisodeResults:
     def add(
         self, rewards: Array, terminated: Array, truncated: Array, done: Array, success: Array | None = None
     ) -> None:
-        """Add one step of every environment, ``[N]`` each."""
+        """Add one step of every environment; each argument is ``[N]``."""
         self._returns += rewards
         self._lengths += 1
         if not done.any():

@@ -37,9 +37,9 @@ from torchrl_lightning.environments.specs import environment_specs
 class GymnasiumCollector(CollectorBase):
     """Collect rollouts of a TensorDict policy in a Gymnasium vector environment.
 
-    Batches equal the batches of ``torchrl.collectors.Collector`` over the same environment with ``InitTracker``:
-    TensorDicts ``[N, T]`` named ``(None, "time")`` with time-major memory. ``("next", observation)`` is the true
-    successor, also at the end of an episode. The policy's submodules declare recurrent states by
+    Batches are TensorDicts ``[N, T]`` named ``(None, "time")`` with time-major memory. They equal the batches of
+    ``torchrl.collectors.Collector`` for the same environment with ``InitTracker``. ``("next", observation)`` is the
+    true successor, also at the end of an episode. The policy's submodules declare recurrent states by
     ``make_tensordict_primer``. The collector carries these states from ``("next", key)`` to ``key``, and sets them to
     their initial values at the start of an episode.
 
@@ -49,43 +49,46 @@ class GymnasiumCollector(CollectorBase):
     Otherwise episodes continue across batches, the inner state of an environment cannot be restored, and the first
     batch after ``load_state_dict`` begins with a reset.
 
-    Environments may reuse and change all objects that they return, and may change and keep the actions. The single
-    environments in the list ``envs`` of a ready vector environment get a ``step`` that copies the end of each episode.
-    Without this list, ``final_obs`` must not share memory with other observations.
+    Environments may reuse and change all objects that they return, and may change and keep the actions. If a ready
+    vector environment has a list ``envs``, the collector replaces ``step`` in these environments, to copy the last step
+    of each episode. Without this list, ``final_obs`` must not share memory with other observations. In mode
+    ``NEXT_STEP`` the environment must report which rows are resets; ``("collector", "mask")`` is False in these rows.
 
     Args:
         env: An id, a factory of one environment, or a ready vector environment.
         policy: Reads a TensorDict ``[N]`` and writes ``action``; ``None`` draws random actions. The next step
-            overwrites its inputs. If the policy has a method ``compute_step(step)`` that returns its outputs as a dict,
-            the collector calls it instead; this halves the time of a small network. MLPs of this package are compiled.
+            overwrites the policy's inputs. If the policy has a method ``compute_step(step)`` that returns its outputs
+            as a dict, the collector calls this method instead, which halves the time of a small network. MLPs of this
+            package are compiled.
         num_envs: Number of environments; ``None`` means one, or the number of a ready vector environment.
         frames_per_batch: Steps per batch over all environments; a multiple of ``num_envs``.
         total_frames: Stop iteration after this number of steps, including replayed steps; -1 means no limit.
-        seed: The seeds of environments and policy are spawned from it
-            (:func:`~torchrl_lightning.collectors.spawn_seed`); ``None`` draws it from torch's global generator.
+        seed: Base seed; :func:`~torchrl_lightning.collectors.spawn_seed` derives the seeds of environments and policy.
+            ``None`` draws the base seed from torch's global generator.
         reset_at_each_batch: Begin every batch with seeded resets.
         init_random_frames: Draw random actions for this number of frames (in whole batches); all other policy outputs
             are zero in these batches.
         exploration_type: TorchRL's exploration type of the policy.
-        device: Device of the policy's inputs and of the batches; with ``None``, inputs follow the policy's parameters
-            and batches stay on the CPU.
+        device: Device of the policy's inputs and of the batches. With ``None``, inputs are on the device of the
+            policy's parameters, and batches are on the CPU.
         storing_device: Device of the batches; ``None`` means ``device``.
-        return_same_td: Yield the same memory each time; an error if batches are copied to a device.
-        clip_actions: Clip the actions for the environment to its Box; stored actions are not clipped. In a run,
-            the evaluation and policies from its checkpoints (loaded or exported) also clip.
-        replay: Replays recorded steps in some environments
-            (:class:`~torchrl_lightning.collectors.ReplaySource`). Batches then mark these steps in
-            ``("demo", "mask")`` and number the recording in ``("demo", "serial")`` (-1 without a replay), ``[N, T, 1]``
-            each. An environment pauses during a replay if :func:`make_vector_env` builds it with
-            ``vectorization="sync"``. Other environments keep stepping and are reset at the end of a replay; their
-            vector environment must accept ``options={"reset_mask": mask}``.
+        return_same_td: Yield the same memory each time; not allowed if batches are copied to a device.
+        clip_actions: Clip the actions to their Box before the environment receives them; stored actions are not
+            clipped. The evaluation of the run also clips, and policies that are loaded or exported from its
+            checkpoints.
+        replay: A :class:`~torchrl_lightning.collectors.ReplaySource`, which replays recorded steps in some
+            environments. Batches then contain the mask of these steps in ``("demo", "mask")`` and the number of the
+            recording (-1 without a replay) in ``("demo", "serial")``, both ``[N, T, 1]``. An environment pauses during
+            a replay if :func:`make_vector_env` builds it with ``vectorization="sync"``. Other environments keep
+            stepping and are reset at the end of a replay. Their vector environment must then accept
+            ``options={"reset_mask": mask}``.
 
     ``vectorization``, ``env_kwargs`` and ``wrappers`` are arguments of :func:`make_vector_env`.
 
     Raises:
-        ValueError: Sizes do not fit, a setting has no effect with the others, the id is unknown, actions are NaN, the
-            environment resets in mode ``NEXT_STEP`` without reporting which rows are resets, or it returns values that
-            are not finite or outside its spaces. If it reports resets, ``("collector", "mask")`` is False in them.
+        ValueError: Sizes do not fit, a setting has no effect with the others, the id is unknown, or actions are NaN.
+            The environment does not report resets in mode ``NEXT_STEP``, or returns values that are not finite or
+            outside its spaces.
         TypeError: The environment or policy has an unsupported type, or a space has no TorchRL spec.
         KeyError: The policy writes no ``action``.
         RuntimeError: A replay needs to reset single environments, and the environment does not support this.
@@ -190,7 +193,7 @@ class GymnasiumCollector(CollectorBase):
 
     @property
     def yields_shared_memory(self) -> bool:
-        """Whether :meth:`reused_rows` yields the steps of iteration; False if a subclass overrides ``rollout``."""
+        """Whether :meth:`reused_rows` yields the same steps as iteration; False if a subclass overrides ``rollout``."""
         is_not_overridden = type(self).rollout is GymnasiumCollector.rollout and not tracks_resets(self._env_source)
         return is_not_overridden and self.storing_device in (None, torch.device("cpu"))
 
@@ -202,8 +205,8 @@ class GymnasiumCollector(CollectorBase):
     def reused_rows(self, leave_out: Collection[str] = ()) -> Iterator[TensorDict]:
         """Yield batches in the layout of a ring buffer, on the CPU, for a reader that copies each batch immediately.
 
-        Each batch overwrites the memory of the previous one. It is a TensorDict ``[N]`` if it has one step, else
-        ``[T, N]`` named ``("time", None)``. ``leave_out`` names the root keys to omit.
+        Each batch overwrites the memory of the previous one. A batch of one step is a TensorDict ``[N]``; a longer
+        batch is ``[T, N]``, named ``("time", None)``. ``leave_out`` names the root keys to omit.
 
         Examples:
             >>> collector = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=2, total_frames=4, seed=0)

@@ -57,7 +57,7 @@ class SharedWeights:
             self._version.fill_(version)
 
     def fetch(self, module: object, known: int) -> int:
-        """Copy the published weights into a module unless it has this version; return the version."""
+        """Copy the published weights into a module, unless ``known`` is their version; return their version."""
         with self._locked():
             version = int(self._version.item())
             if version != known:
@@ -86,7 +86,7 @@ class WorkerTask:
     """Start arguments of a worker process."""
 
     payload: bytes  # the pickled environment, policy and keyword arguments of its GymnasiumCollector
-    num_begun: int  # number of rollouts that the worker has begun before
+    num_begun: int  # number of rollouts that the worker began before this start
     worker: int  # index of the worker
     num_workers: int
     slots: int  # maximum number of rollouts in flight
@@ -185,7 +185,7 @@ class WorkerPool:
             raise
 
     def receive(self, worker: int) -> TensorDict:
-        """Wait for a worker's next rollout and return a copy ``[T, N]``; raise RuntimeError if it failed or died."""
+        """Return a copy ``[T, N]`` of a worker's next rollout; raise RuntimeError if the worker failed or died."""
         while True:
             kind, content = self._message(worker)
             if kind == "rollout":
@@ -200,8 +200,8 @@ class WorkerPool:
             self._send(worker, 0)
 
     def send_delta(self, worker: int, delta: bytes) -> None:
-        """Send pickled replay changes to a worker; it applies them before its next rollout."""
-        # Use shared memory: a full pipe would block the parent until the worker has finished its rollout.
+        """Send pickled replay changes to a worker, which applies them before its next rollout."""
+        # Use shared memory, because a full pipe would block the parent until the worker has finished its rollout.
         self._send(worker, torch.frombuffer(bytearray(delta), dtype=torch.uint8).share_memory_())
 
     def close(self) -> None:
@@ -247,11 +247,11 @@ class WorkerPool:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    # The child inherits the mask, so Ctrl-C cannot interrupt its imports; in this process Ctrl-C is only delayed.
+    # The child inherits the signal mask, so Ctrl-C cannot interrupt its imports. In this process Ctrl-C is delayed.
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # a start within the block would remove the mask
+    resource_tracker.ensure_running()  # if the tracker started within the block, it would remove the mask
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

@@ -39,7 +39,7 @@ from torchrl_lightning.environments.specs import EnvironmentSpecs
 class RolloutLoop:
     """Fill rollout memories step by step; the collector counts batches and frames and sets seeds.
 
-    One TensorDict ``[N]`` holds the policy's inputs. It persists, so each rollout continues after the previous one.
+    One TensorDict ``[N]`` holds the policy's inputs. It is kept after a rollout, so that the next rollout continues.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RolloutLoop:
         for key, value in self.recurrent.items():
             self._step[key] = value
         self._next_states = {key: join((), next_key(key)) for key in self.states}
-        # A call prepared for the step's tensors; they keep their memory.
+        # A function bound to the tensors of the step, which keep their memory.
         self._bound_call: Callable[[], Outputs] | None = None
         self._default_outputs: dict[NestedKey, Tensor] | None = None
         self._is_new = True  # the first rollout gets additional checks
@@ -83,7 +83,7 @@ class RolloutLoop:
     def reset(self, seeds: list[int] | None, resumed: Mapping[NestedKey, Tensor] | None = None) -> Array:
         """Begin an episode in every environment, and return the mask of the new episodes.
 
-        In a resumed run, environments in a replay continue it with the recurrent states ``resumed``.
+        In a resumed run, environments in a replay continue the replay with the recurrent states ``resumed``.
         """
         for source, target in zip(self.stepper.reset(seeds), self._observations, strict=True):
             np.copyto(target, source)
@@ -181,7 +181,7 @@ class RolloutLoop:
         assert policy is not None
 
         def call_policy() -> Outputs:
-            # The policy writes its outputs into its input; a copy keeps them out of the next step.
+            # The policy writes its outputs into its input. Copy the input, so that the next step does not contain them.
             if on_accelerator:
                 inputs: TensorDictBase = step.to(device)
             elif self._is_nested:
@@ -193,7 +193,7 @@ class RolloutLoop:
         return call_policy
 
     def _random_actor(self, device: torch.device) -> Callable[[], Outputs]:
-        # Include the initial recurrent states, so that all batches have equal keys.
+        # Include the initial recurrent states, so that all batches have the same keys.
         initial_states = {self._next_states[key]: state for key, state in self.states.items()}
         if self._default_outputs is None:
             self._default_outputs = (
@@ -253,7 +253,7 @@ class RolloutLoop:
                 f"{np.flatnonzero(np.isnan(action.reshape(len(action), -1)).any(1)).tolist()}: "
                 "its weights or its inputs are not finite. Check the learning rate and the gradient norm."
             )
-        # A copy, because environments may change and keep it.
+        # Copy the action, because environments may change and keep it.
         action = self._form.to_environment(action)
         paused = None if replayed is None else replayed.mask
         leaves, memory.rewards[t][:], terminated, truncated, self.info = stepper.step(action, paused)
@@ -276,7 +276,7 @@ class RolloutLoop:
             np.logical_not(resets, out=memory.valid[t])
             if self._mask is not None:  # a resetting row repeats its last observation and ignores its action
                 self._step[ACTION_MASK][torch.from_numpy(done)] = 1
-            done[:] = resets  # in this mode, an episode begins one step later
+            done[:] = resets  # in mode NEXT_STEP, an episode begins one step later
         if replayed is not None and self._replay is not None:
             envs = self._replay.indices
             memory.rewards[t][envs] = replayed.reward
@@ -300,7 +300,7 @@ class RolloutLoop:
 
 
 def _check_finite(parts: Iterable[tuple[str, Array, float]], first_step: int = 0) -> None:
-    """Check named values ``[T, N, *F]``; raise EnvironmentFault if one is not finite or exceeds its limit."""
+    """Check named values ``[T, N, *F]``; raise EnvironmentFault if a value is not finite or exceeds its limit."""
     for name, values, limit in parts:
         _raise_if_any(
             name,
@@ -325,7 +325,7 @@ def _raise_if_any(name: str, values: Array, is_invalid: Array, expected: str, fi
 
 
 class RolloutMemory:
-    """Preallocated tensors of one rollout, ``[T, N, *F]``, with a view of every step; rollouts can reuse them.
+    """Preallocated tensors of one rollout, ``[T, N, *F]``, with a view of every step; later rollouts can reuse them.
 
     The stepper defines the order and shapes of the observations. ``states`` are recurrent states, ``[N, *state]`` each.
     With ``has_replay``, the memory also holds the mask of replayed steps and the serial numbers of their recordings.
@@ -349,7 +349,7 @@ class RolloutMemory:
         for name in FLAGS:
             self._reserve(("next", name), torch.bool, 1)
         self.trajectories = self._reserve(("collector", "traj_ids"), torch.int64).numpy()
-        self.valid: Array | None = None  # mask of the steps, if some rows are resets
+        self.valid: Array | None = None  # mask of the rows that are steps, in mode NEXT_STEP; None in other modes
         if stepper.resets is not None:
             self.valid = self._reserve(VALID, torch.bool).numpy()
         self._has_replay = has_replay
@@ -371,7 +371,7 @@ class RolloutMemory:
         self.rewards = self._views(("next", "reward"))
         self.done, self.terminated, self.truncated = (self._views(("next", name)) for name in FLAGS)
         self.states = {key: self._entries[path_of(key)].unbind(0) for key in states}
-        # Check results of steps first: an invalid value that is left in the observations then comes from a reset.
+        # Check the results of steps first. An invalid value that is found later then comes from a reset.
         key_limits = {key: limits.get(key, math.inf) for key in stepper.keys}
         checked = [(f"observation {key!r}", self._entries[next_key(key)], key_limits[key]) for key in stepper.keys]
         checked.append(("reward", self._entries["next", "reward"], math.inf))
@@ -393,7 +393,7 @@ class RolloutMemory:
         self._action_shape = stepper.action_shape
         self.outputs: dict[NestedKey, tuple[Tensor, ...]] = {}
         self.actions: list[Array] = []
-        self.log_probs: list[Array] | None = None  # only if a replay may replace some
+        self.log_probs: list[Array] | None = None  # only if a replay may replace log-probabilities
         self._layout: dict[NestedKey, tuple[torch.Size, torch.dtype]] = {}
         self._output_tensors: dict[NestedKey, Tensor] = {}
         self._tensordicts: dict[object, TensorDict] = {}
@@ -422,12 +422,12 @@ class RolloutMemory:
     def check(self, first_step: int = 0) -> None:
         """Check the rollout; raise EnvironmentFault if a value is not finite or too large."""
         for flat, limit in self._norm_checks:
-            # The fastest test for few numbers. A square can overflow although the number is finite.
+            # This test is the fastest for few numbers. The square of a finite number can overflow, so check again.
             if not flat.dot(flat) < limit:
                 self.check_part(self.steps, first_step)
 
     def check_part(self, steps: int, first_step: int = 0) -> None:
-        """Check the first ``steps`` steps in the same way, and check that discrete values are inside their spaces."""
+        """Check the first ``steps`` steps like :meth:`check`; also check discrete values against their spaces."""
         _check_finite(((name, values[:steps], limit) for name, values, limit in self._float_checks), first_step)
         for name, values, space in self._discrete_checks:
             observed, num_choices = values[:steps], space.n if isinstance(space, spaces.Discrete) else space.nvec
@@ -455,7 +455,7 @@ class RolloutMemory:
         self._tensordicts.clear()
 
     def batch(self) -> TensorDict:
-        """Return the rollout as a TensorDict ``[N, T]`` over this memory."""
+        """Return the rollout as a TensorDict ``[N, T]`` that shares this memory."""
         if None not in self._tensordicts:
             entries = {path: value.transpose(0, 1) for path, value in self._all_entries().items()}
             self._tensordicts[None] = tensordict_of(entries, torch.Size([self.num_envs, self.steps]), (None, "time"))

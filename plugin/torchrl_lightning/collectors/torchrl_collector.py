@@ -59,9 +59,9 @@ class TorchRLCollector(CollectorBase):
     Args:
         env: The environment; :func:`make_environment` builds and checks one from a factory.
         policy: Reads a TensorDict ``[N]`` and writes ``action``; ``None`` draws random actions.
-        frames_per_batch: Steps per batch over all environments; a multiple of their number.
+        frames_per_batch: Steps per batch over all environments; a multiple of the number of environments.
         total_frames: Stop iteration after this number of steps, including replayed steps; -1 means no limit.
-        seed: The seeds of environment and policy are spawned from it; ``None`` draws it from torch's global generator.
+        seed: Base seed of environment and policy; ``None`` draws it from torch's global generator.
         reset_at_each_batch: Begin every batch with a seeded reset.
         init_random_frames: Draw random actions for this number of frames (in whole batches); all other policy outputs
             are zero in these batches.
@@ -70,8 +70,8 @@ class TorchRLCollector(CollectorBase):
     collector replaces its ``_step`` and ``_reset`` with versions that copy both.
 
     Raises:
-        ValueError: Sizes do not fit, the environment's values or actions are not finite, or two resets after the same
-            seed differ with ``reset_at_each_batch``.
+        ValueError: Sizes do not fit, or the environment's values or actions are not finite. With
+            ``reset_at_each_batch``, two resets after the same seed differ.
         TypeError: The policy has an unsupported type.
         KeyError: The policy writes no ``action``.
 
@@ -130,7 +130,7 @@ class TorchRLCollector(CollectorBase):
         self._next_states = {join((), next_key(key)): state for key, state in self._initial.items()}
         self._has_replay = any(True for _ in replay_transforms(env))
         self._continue_episodes = ContinueEpisodes()
-        # Ended episodes and recurrent states after the last batch.
+        # Mask of the ended episodes, and the recurrent states, after the last batch.
         self._ended = torch.ones(self.num_envs, dtype=torch.bool)
         self._states = self._initial
 

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 Final = tuple[int | Array, list[Array]]  # index or indices of environments, and the leaves of their last observations
 _SUCCESS = ("is_success", "success")
 _COPYING_CLASSES = (PartialStepVectorEnv, WorkerVectorEnv, EnvPoolVectorEnv, BatchVectorEnv)  # classes of this package
-_SUSPECT_LIMIT = 3  # warn after this number of consecutive last observations that equal the first of the next episode
+_SUSPECT_LIMIT = 3  # warn after this number of consecutive last observations that equal the next first observation
 _WARNED: WeakSet[VectorEnv[Any, Any, Any]] = WeakSet()
 
 
@@ -90,8 +90,8 @@ class VectorStepper:
     def step(self, action: Array, paused: Array | None = None) -> tuple[list[Array], Array, Array, Array, Any]:
         """Step all environments except ``paused``; return observations, rewards, terminated, truncated and info.
 
-        Actions have the format of ``actions.to_environment``. If environments cannot rest, they take an arbitrary valid
-        action; ignore their results.
+        Actions have the format of ``actions.to_environment``. If the vector environment cannot pause some environments,
+        they take an arbitrary valid action; ignore their results.
         """
         position.environment = None
         try:
@@ -120,12 +120,13 @@ class VectorStepper:
     ) -> tuple[list[Array], list[Final]]:
         """Return the observations for the next action, and the true last observation of each ended episode.
 
-        ``done`` is ``[N]``. Environments in ``paused`` report nothing. ``previous`` are the observations before the
-        step. The stepper logs a warning if the last observations seem to be the observations after the reset.
+        ``done`` is ``[N]``. Ends of episodes in ``paused`` environments are ignored. ``previous`` are the observations
+        before the step. The stepper logs a warning if the last observations seem to be the observations after the
+        reset.
 
         Raises:
             RuntimeError: The environment does not report the last observations, or cannot reset single environments.
-            EnvironmentFault: The last observations do not fit the space, or share memory with the next ones.
+            EnvironmentFault: The last observations do not fit the space, or share memory with the next observations.
         """
         ended = done if paused is None else done & ~paused
         if self.mode is AutoresetMode.NEXT_STEP:
@@ -141,7 +142,7 @@ class VectorStepper:
                 f"{self.env} ended episodes {np.flatnonzero(done).tolist()} without info['final_obs']: in "
                 "AutoresetMode.SAME_STEP, it must contain their last observations."
             )
-        if isinstance(final, dict) or (isinstance(final, np.ndarray) and final.dtype.kind != "O"):  # one batch for all
+        if isinstance(final, dict) or (isinstance(final, np.ndarray) and final.dtype.kind != "O"):  # batched
             reported = [self.leaves(final)]
             finals = _select_rows(reported[0], ended)
         else:
@@ -217,7 +218,7 @@ class VectorStepper:
         return returned[0]
 
     def reset_some(self, ended: Array, leaves: list[Array]) -> list[Array]:
-        """Reset the environments of the mask ``ended`` (``[N]``), and return the new observations of all.
+        """Reset the environments of the mask ``ended`` (``[N]``), and return the new observations of all environments.
 
         ``leaves`` are the current observations. Raise RuntimeError if the environment cannot reset only these.
         """

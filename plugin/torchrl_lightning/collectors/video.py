@@ -24,7 +24,7 @@ _REQUIREMENT = "a video needs an environment that renders images with render_mod
 
 
 def check_renderable(env: Any) -> None:
-    """Check that an environment can be recorded: build, reset and render one.
+    """Check that an environment can be recorded: build, reset and render it.
 
     Args:
         env: An id or a factory, as for :func:`record_video`.
@@ -51,7 +51,7 @@ PartialStepVectorEnv.
     image = None
     try:
         with IsolatedRng(None, torch.device("cpu")), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # this function raises an error in the cases of Gymnasium's warnings
+            warnings.simplefilter("ignore")  # this function raises an error instead of Gymnasium's warnings
             environment = _rendering_factory(env)()
             try:
                 if isinstance(environment, gymnasium.Env):
@@ -78,7 +78,7 @@ def record_video(
         env: An id, or a factory of a Gymnasium environment that takes ``render_mode``.
         policy: The policy to record.
         path: The video file; an existing file is replaced, and its folder is created.
-        seed: The seeds of environment and policy are spawned from it.
+        seed: Base seed of environment and policy.
         deterministic: Take the mode of the policy's distribution; False draws a sample.
         clip_actions: See :func:`~torchrl_lightning.play_episodes`.
     """

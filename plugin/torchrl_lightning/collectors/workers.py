@@ -32,10 +32,10 @@ class Worker:
 
     Args:
         payload: The pickled environment, policy and keyword arguments of the worker's collector.
-        number: Index of this worker.
+        index: Index of this worker.
         count: Number of workers.
-        begun: Number of rollouts that this worker has begun before, also before the run was resumed. New rollouts use
-            other seeds and trajectory ids.
+        num_begun: Number of rollouts that this worker began earlier, including rollouts before the run was resumed. New
+            rollouts use other seeds and trajectory ids.
     """
 
     def __init__(self, payload: bytes, index: int, count: int, num_begun: int) -> None:
@@ -122,7 +122,7 @@ class WorkersCollector(CollectorBase):
         check_replay(replay, num_envs, "each worker")
         self.env, self.num_workers, self.clip_actions = env, num_workers, clip_actions
         self._replay = replay
-        self._snapshots: dict[int, Any] = {}  # the replay's contents that each worker has
+        self._snapshots: dict[int, Any] = {}  # the last snapshot of the replay that each worker received
         self._kwargs: dict[str, Any] = {
             **env_args,
             "reset_at_each_batch": reset_at_each_batch,
@@ -185,7 +185,7 @@ class WorkersCollector(CollectorBase):
         return spawn_seed(self.seed, "worker", worker)
 
     def _pickled_delta(self, worker: int) -> bytes | None:
-        """Return the pickled replay changes that a worker lacks, or None if it is up to date."""
+        """Return the pickled replay changes that a worker lacks, or None if the worker is up to date."""
         if self._replay is None:
             return None
         previous, self._snapshots[worker] = self._snapshots[worker], self._replay.snapshot()

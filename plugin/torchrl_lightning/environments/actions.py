@@ -32,17 +32,17 @@ _LARGE = float(2**62)  # floating-point numbers up to this size fit int64
 class ActionFormat:
     """Shape, dtype, bounds and numbering of the actions that an environment takes.
 
-    Networks compute in float32, count choices from 0 in int64, and give a scalar one dimension. Buffers store the
+    Networks compute in float32, count choices from 0 in int64, and use shape ``[1]`` for a scalar. Buffers store the
     networks' actions. :meth:`to_environment` converts them for the environment.
 
     Attributes:
         shape: Shape of one action.
         dtype: NumPy dtype of an action.
-        start: The environment's first choice, or one for each part; 0 for a Box.
-        low: Lower bounds of a Box, with this shape and dtype; None for choices.
+        start: The environment's first discrete action, one number for each part of a MultiDiscrete action; 0 for a Box.
+        low: Lower bounds of a Box, with ``shape`` and ``dtype``; None for discrete actions.
         high: Upper bounds.
         spec_shape: Shape of one action of a network.
-        clip: Whether to clip actions to their Box for the environment.
+        clip: Whether :meth:`to_environment` clips actions to their Box.
 
     Examples:
         >>> form = ActionFormat.from_space(spaces.Box(-1, 1, (), np.float16))
@@ -86,7 +86,7 @@ class ActionFormat:
 
     @property
     def is_network_format(self) -> bool:
-        """Whether networks use the same shape, dtype and numbering, so that only rounding may change an action."""
+        """Whether networks use the environment's shape, dtype and numbering; only rounding then changes actions."""
         is_same = self.dtype in (np.float32, np.int64, np.bool_) and self.shape == self.spec_shape
         return is_same and not self.start
 
@@ -109,7 +109,7 @@ class ActionFormat:
 
     @cached_property
     def _tolerant_bounds(self) -> dict[bool, tuple[Array, Array]]:
-        """Bounds widened by the tolerance of rounding, for 16-bit numbers (True) and others (False)."""
+        """Bounds widened by the rounding tolerance; the key is True for 16-bit numbers, and False for other numbers."""
         low, high = self._bounds or (np.zeros(0), np.zeros(0))
         size = np.maximum(*(np.where(np.isfinite(bound), np.abs(bound), 0) for bound in (low, high)))
         with np.errstate(over="ignore"):  # a bound near the largest number becomes infinite
@@ -181,7 +181,7 @@ class ActionFormat:
                 action = xp.minimum(xp.maximum(action, low), high)
             else:
                 action = _within(xp, action, low, high, *self._like_action(action, self._tolerant_bounds[half]))
-        if self.dtype.itemsize < action.dtype.itemsize:  # it would become infinite
+        if self.dtype.itemsize < action.dtype.itemsize:  # a larger number would become infinite
             action = action.clip(-self._largest, self._largest)
         return action
 
@@ -194,14 +194,14 @@ class ActionFormat:
             action = action + self._like_action(action, [np.asarray(self.start)])[0]
         if clip and self._bounds is not None:
             action = action.clip(*self._like_action(action, self._bounds))
-        if self.dtype.itemsize < 8:  # it would wrap around
+        if self.dtype.itemsize < 8:  # a larger number would wrap around
             limits = np.iinfo(self.dtype)
             action = action.clip(limits.min, limits.max)
         return action
 
     @staticmethod
     def _like_action(action: Any, arrays: Sequence[Array]) -> Sequence[Any]:
-        """Return arrays unchanged for an array action, or as tensors on the device of a tensor action."""
+        """Return arrays unchanged if the action is an array, else convert them to tensors on the action's device."""
         if isinstance(action, np.ndarray):
             return arrays
         return [torch.as_tensor(array, device=action.device) for array in arrays]
@@ -221,7 +221,7 @@ class ActionFormat:
         return actions.reshape(len(actions), *self.spec_shape) if actions.shape[1:] == self.shape else actions
 
     def outside(self, actions: Tensor) -> Array:
-        """Return a mask ``[*B, *shape]`` of numbers that are outside the Box without clipping, or NaN."""
+        """Return a mask ``[*B, *shape]`` of numbers that are NaN, or outside the Box if they are not clipped."""
         received = self.to_environment(actions.cpu().numpy(), clip=False)
         if self.low is None or self.high is None:
             return np.zeros(received.shape, bool)
@@ -264,7 +264,7 @@ def _is_floating(action: Any) -> bool:
 
 
 def _within(xp: Any, action: Any, low: Any, high: Any, tolerant_low: Any, tolerant_high: Any) -> Any:
-    """Return actions set to their bounds, except those below ``tolerant_low`` or above ``tolerant_high``."""
+    """Return actions that are clipped to their bounds; keep those below ``tolerant_low`` or above ``tolerant_high``."""
     clipped = xp.minimum(xp.maximum(action, low), high)
     return xp.where((action >= tolerant_low) & (action <= tolerant_high), clipped, action)
 
@@ -273,7 +273,7 @@ _TOLERANCES = ((False, ROUNDING), (True, HALF_ROUNDING))
 
 
 def check_clipping(form: ActionFormat, actions: object) -> None:
-    """Validate that clipped actions have a Box; raise ValueError if they do not.
+    """Validate that only actions of a Box are clipped; raise ValueError if other actions are.
 
     Args:
         form: The format of the actions.
@@ -310,7 +310,8 @@ def network_spec(spec: TensorSpec) -> TensorSpec:
 def half_bounded_sampler(spec: TensorSpec, batch: Sequence[int]) -> Callable[[], Tensor] | None:
     """Return a function that draws actions ``[*batch, *A]`` for a spec with infinite bounds; None for other specs.
 
-    TorchRL's own specs draw NaN or infinity for infinite bounds. Here they are drawn like Gymnasium's Box.
+    TorchRL's own specs draw NaN or infinity for infinite bounds. This function uses the distribution of Gymnasium's
+    Box.
 
     Examples:
         >>> spec = Bounded(torch.tensor([0.0, -torch.inf]), torch.tensor([torch.inf, 1.0]), (2,))

@@ -1,8 +1,8 @@
 """Report errors and invalid return values of environments in one line, with the environment's number and the step.
 
-The caller of one of several environments sets its number in :data:`position`. :func:`reraise_as_env_error` turns an
-error of a call into an :class:`EnvironmentFault`, and the loop over the steps adds the step
-(:meth:`EnvironmentFault.with_prefix`).
+Code that calls one of several environments stores the environment's number in :data:`position`.
+:func:`reraise_as_env_error` turns an error of a call into an :class:`EnvironmentFault`. The loop over the steps adds
+the number of the step with :meth:`EnvironmentFault.with_prefix`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchrl_lightning.environments.copies import copied
 
 _CALLS = {"reset": "reset", "step": "step", "_reset": "reset", "_step": "step", "close": "close"}
 _RETURNS = {"reset": "(observation, info)", "step": "(observation, reward, terminated, truncated, info)"}
-# Modules that call environments (_CALLERS), and Gymnasium's modules that wrap them (_AROUND).
+# Modules that call environments (_CALLERS), and Gymnasium's modules that wrap environments (_AROUND).
 _PACKAGE = __name__.partition(".")[0]
 _LIBRARIES = ("contextlib", "functools", "multiprocessing", "numpy", "tensordict", "torch", "torchrl")
 _CALLERS = (*_LIBRARIES, "gymnasium.vector", _PACKAGE)
@@ -42,9 +42,10 @@ position = Position()
 
 
 class EnvironmentFault(UserError):
-    """An environment violated its interface; the message is one line with its number and a remedy.
+    """An environment violated its interface; the message is one line with the environment's number and a remedy.
 
-    An exception of the environment becomes the cause, with only the frames of its own code.
+    If the environment raised an exception, it becomes the cause. Its traceback contains only frames of the
+    environment's code.
     """
 
     def with_prefix(self, prefix: str) -> Self:
@@ -66,7 +67,7 @@ class WorkerFault(EnvironmentFault, RuntimeError):
 
 @contextmanager
 def env_errors(call: str, subject: str = "the environment", index: int | None = None) -> Iterator[None]:
-    """Apply :func:`reraise_as_env_error` to errors of a block that calls an environment, with the number ``index``."""
+    """Apply :func:`reraise_as_env_error` to errors of a block that calls the environment with number ``index``."""
     position.environment = index
     try:
         yield
@@ -78,12 +79,12 @@ def env_errors(call: str, subject: str = "the environment", index: int | None = 
 def reraise_as_env_error(error: BaseException, call: str, subject: str = "the environment") -> None:
     """Raise an EnvironmentFault for an error of an environment; return if the environment did not cause it.
 
-    The message has the number of the environment at :data:`position`. The environment is also at fault if the error
-    is in the calling code, because that code could not use the returned values.
+    The message has the number of the environment at :data:`position`. An error in the calling code is also a fault of
+    the environment, because the calling code could not use the returned values.
 
     Args:
         error: the exception of a call of one or several environments.
-        call: ``make``, ``reset``, ``step`` or ``close``; the traceback of the error may name another one.
+        call: ``make``, ``reset``, ``step`` or ``close``; the traceback of the error may name another call.
         subject: the name of the environment if its number is not known.
 
     Examples:
@@ -186,10 +187,12 @@ def _describe(value: Any) -> str:
 def check_observation(space: spaces.Space[Any], observation: Any, subject: str) -> None:
     """Validate an observation's shape and dtype against its space.
 
-    Floats of another precision and integers of another size are allowed: Gymnasium's vector environments cast them.
+    Floats of another precision and integers of another size are allowed, because Gymnasium's vector environments cast
+    them.
 
     Raises:
-        EnvironmentFault: the shape differs or the dtype cannot be cast; the message names the entry and both values.
+        EnvironmentFault: the shape differs or the dtype cannot be cast. The message names the entry, the returned shape
+            and dtype, and the expected ones.
 
     Examples:
         >>> check_observation(spaces.Box(0, 1, (2,)), [0.0, 1.0, 0.0], "environment 3")
@@ -229,7 +232,7 @@ def _mismatch(space: spaces.Space[Any], value: Any, name: str) -> str | None:
 
 
 class GuardedCall:
-    """The ``reset`` or ``step`` of one of several environments; each call sets its number in :data:`position`.
+    """The ``reset`` or ``step`` of an environment; each call stores the environment's number in :data:`position`.
 
     The last step of an episode is returned as a copy, because the following reset may overwrite it.
 
@@ -258,7 +261,7 @@ class GuardedCall:
 
 
 def guard_calls(env: gymnasium.Env[Any, Any], index: int, checks: bool = False) -> None:
-    """Replace ``reset`` and ``step`` of an environment by :class:`GuardedCall`, once."""
+    """Replace ``reset`` and ``step`` of an environment by :class:`GuardedCall`, unless they are already replaced."""
     if not isinstance(env.step, GuardedCall):
         env.reset = GuardedCall(env, "reset", index, checks)  # type: ignore[method-assign]
         env.step = GuardedCall(env, "step", index, checks)  # type: ignore[method-assign]

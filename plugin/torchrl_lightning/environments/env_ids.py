@@ -18,9 +18,9 @@ class EnvIdTracker:
     """Add environment numbers to the rows of a collector's rollouts.
 
     Rollouts of a collector without workers always contain the same environments in the same order and are not changed.
-    With several workers, ``("collector", "env_ids")`` has the environment of each row. TorchRL's collectors may not
-    write it; then the numbers are derived from ``("collector", "traj_ids")``: every trajectory keeps one number from
-    its beginning to its end. If both are missing, every number is -1 (unknown).
+    With several workers, ``("collector", "env_ids")`` has the environment of each row. TorchRL's collectors may omit
+    this entry. The numbers are then derived from ``("collector", "traj_ids")``. Every trajectory keeps one number from
+    its beginning to its end. If both entries are missing, every number is -1 (unknown).
     """
 
     def __init__(self, num_workers: int) -> None:
@@ -31,7 +31,7 @@ class EnvIdTracker:
         self._has_warned = False
 
     def with_env_ids(self, rollout: TensorDictBase) -> TensorDictBase:
-        """Return a rollout ``[N, T]`` with ``("collector", "env_ids")`` ``[N, T]``, if it needs them."""
+        """Return a rollout ``[N, T]``; with several workers, add ``("collector", "env_ids")`` ``[N, T]``."""
         if not self._has_workers or rollout.get(ENV_IDS, None) is not None:
             return rollout
         trajectories = rollout.get(TRAJ_IDS, None)
@@ -76,12 +76,12 @@ class EnvIdTracker:
 
 
 def id_changes(rollout: TensorDictBase, time_dim: int, last: Tensor | None = None) -> Tensor | None:
-    """Return a mask of the steps with another trajectory id than the previous step.
+    """Return a mask of the steps at which the trajectory id changes.
 
     Args:
         rollout: two-dimensional, time and environments in either order.
         time_dim: the dimension of time.
-        last: ids of the steps before the rollout, one for each environment; unknown if None.
+        last: trajectory ids of the last steps before the rollout, one for each environment; None if unknown.
 
     Returns:
         Flags with the rollout's shape; None without ``("collector", "traj_ids")``.
@@ -97,20 +97,20 @@ def changed_ids(ids: Tensor, time_dim: int, last: Tensor | None = None) -> Tenso
 
 
 class TrajectorySplitter:
-    """Find trajectories that a collector cuts without an end flag, by trajectory ids or ``is_init``."""
+    """Use trajectory ids or ``is_init`` to find trajectories that a collector cut without an end flag."""
 
     def __init__(self) -> None:
         self._last: dict[int, int] = {}  # last trajectory id of each environment
 
     def split(self, rollout: TensorDictBase, rings: Tensor | None) -> list[tuple[int, int, list[int]]]:
-        """Split a rollout before each step that begins a trajectory without an end flag before it.
+        """Split a rollout before each trajectory that follows a step without an end flag.
 
         Args:
             rollout: ``[N, T]``.
             rings: the environments of the rows, ``[N]``; None for all environments in order.
 
         Returns:
-            Begin and end of each part, and the environments with a trajectory that is cut before the part.
+            ``(begin, end, environments)`` of each part. In these environments a trajectory is cut before the part.
         """
         (width, length), traj_ids = rollout.shape, rollout.get(TRAJ_IDS, None)
         envs = list(range(width)) if rings is None else rings.tolist()
@@ -137,13 +137,13 @@ class TrajectorySplitter:
 
 
 def env_ids(rollout: TensorDictBase, time_dim: int = 1) -> Tensor | None:
-    """Return the environment of each row of a rollout, ``[N]``; None (all in order) without ``env_ids``."""
+    """Return the environment of each row of a rollout, ``[N]``; None if all are in order, without ``env_ids``."""
     ids: Tensor | None = rollout.get(ENV_IDS, None)
     return None if ids is None else ids.select(time_dim, 0).cpu()
 
 
 def ring_ids(rollout: TensorDictBase, num_envs: int) -> Tensor | None:
-    """Return the ring of each row of a rollout ``[N, T]``, out of ``num_envs``; None for all rings in order.
+    """Return the ring of each row of a rollout ``[N, T]``, a number below ``num_envs``; None for all rings in order.
 
     Raises:
         ValueError: the environment of a row is unknown, or its number is not below ``num_envs``.

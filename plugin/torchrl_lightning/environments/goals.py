@@ -74,7 +74,7 @@ class EnvironmentGoals:
 
 
 def _single(source: Any) -> Any:
-    """Return one environment of a source: a Gymnasium one with its wrappers, or the innermost TorchRL one."""
+    """Return one environment of a source: a wrapped Gymnasium environment, or the innermost TorchRL environment."""
     env = source
     if not isinstance(source, _ENV_TYPES):
         try:

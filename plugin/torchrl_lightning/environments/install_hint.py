@@ -27,7 +27,7 @@ _REGISTERING_MODULES = {
 
 
 def install_hint(error: BaseException) -> str:
-    """Return a sentence, after a space, that names the extra for a missing package; ``""`` if the extra is unknown.
+    """Return a space and a sentence that names the extra for a missing package; ``""`` if the extra is unknown.
 
     Examples:
         >>> install_hint(ModuleNotFoundError("No module named 'minigrid'"))

@@ -20,7 +20,9 @@ from torchrl_lightning.environments.env_errors import EnvironmentFault
 
 
 class ActionMask:
-    """Draw and check actions under masks ``[*B, A]``: 0 forbids; the masks of several choices are concatenated.
+    """Sample and check actions under masks ``[*B, A]``.
+
+    A 0 forbids an action. The masks of several choices are concatenated.
 
     Args:
         action: The spec of one action.
@@ -44,14 +46,14 @@ class ActionMask:
         self._first = torch.tensor([0, *accumulate(self.sizes)][:-1])
 
     def draw(self, mask: Tensor) -> Tensor:
-        """Draw allowed actions ``[*B, *action]``, each with the same probability."""
+        """Sample allowed actions ``[*B, *action]`` with equal probabilities."""
         choices = torch.stack([draw_choice(part) for part in mask.split(self.sizes, -1)], -1)
         if self.one_hot:
             return F.one_hot(choices.squeeze(-1), self.sizes[0]).to(self.dtype)
         return choices.reshape(*mask.shape[:-1], *self.shape).to(self.dtype)
 
     def nonempty_mask(self, mask: Tensor) -> Tensor:
-        """Return masks ``[*B, A]`` that allow everything in a choice without an allowed action."""
+        """Return masks ``[*B, A]``; a choice without an allowed action becomes all true."""
         return torch.cat([nonempty_mask(part) for part in mask.split(self.sizes, -1)], -1).to(mask.dtype)
 
     def check(self, mask: Tensor) -> None:
@@ -66,7 +68,7 @@ class ActionMask:
                 )
 
     def check_actions(self, action: Tensor, mask: Tensor, step: int) -> None:
-        """Validate actions ``[N, *action]``; raise ValueError if masks ``[N, A]`` forbid one."""
+        """Validate actions ``[N, *action]``; raise ValueError if masks ``[N, A]`` forbid an action."""
         choices = action.reshape(len(mask), -1)
         if self.one_hot:
             choices = choices.to(torch.int8).argmax(-1, keepdim=True)
@@ -86,7 +88,7 @@ def allowed_values(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def draw_choice(mask: Tensor) -> Tensor:
-    """Draw the index ``[*B]`` of an allowed choice under masks ``[*B, A]``, each with the same probability."""
+    """Sample the index ``[*B]`` of an allowed choice under masks ``[*B, A]``, with equal probabilities."""
     weights = mask.bool().to(torch.float32)
     return (weights / torch.empty_like(weights).exponential_()).argmax(-1)
 

@@ -1,4 +1,4 @@
-"""Standardise observations by running moments, also in front of a policy."""
+"""Standardise observations by running moments; a wrapper does this for the inputs of a policy."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ObservationNormalizer(nn.Module):
         self._moments: dict[NestedKey, Moments] = {}
         for index, key in enumerate(self.keys):
             spec = _normalizable_spec(observation, key, keys is True)
-            # Buffers, because they are sent to policies in other processes.
+            # Use buffers, because they are sent to policies in other processes.
             self.register_buffer(f"mean_{index}", torch.zeros(spec.shape, dtype=torch.float64))
             self.register_buffer(f"factor_{index}", torch.ones(spec.shape, dtype=torch.float64))
             self._moments[key] = Moments.empty(*spec.shape)
@@ -84,7 +84,7 @@ class ObservationNormalizer(nn.Module):
         return self._moments
 
     def advance(self, moments: Mapping[NestedKey, Moments]) -> None:
-        """Merge the moments of further samples of each entry into the statistics."""
+        """Merge the moments of new samples into the statistics of each entry."""
         self._set({key: self._moments[key].merged(more) for key, more in moments.items()})
 
     def _set(self, moments: Mapping[NestedKey, Moments]) -> None:
@@ -96,7 +96,7 @@ class ObservationNormalizer(nn.Module):
                 factor.copy_((entry_moments.variance + self.epsilon).rsqrt())
 
     def constants(self, key: NestedKey) -> tuple[Tensor, Tensor] | None:
-        """Return the mean and the inverse deviation of an entry, float64 ``[*F]``; None if it is not normalised."""
+        """Return the mean and the inverse deviation of an entry, float64 ``[*F]``; None without normalisation."""
         return self._constants(key) if key in self._indices else None
 
     def _constants(self, key: NestedKey) -> tuple[Tensor, Tensor]:
@@ -110,7 +110,7 @@ class ObservationNormalizer(nn.Module):
         return self._constants(key)
 
     def normalize(self, key: NestedKey, value: Tensor) -> Tensor:
-        """Return an entry ``[*B, *F]`` normalised, float32."""
+        """Return the normalised entry ``[*B, *F]``, float32."""
         return standardize(value, *self._constants_on(value.device, key), self.clip)
 
     def bind_value(self, key: NestedKey, value: Tensor) -> tuple[Tensor, Callable[[], None]]:
@@ -126,7 +126,7 @@ class ObservationNormalizer(nn.Module):
         return out, refresh
 
     def normalize_(self, data: TensorDictBase) -> None:
-        """Replace raw entries ``[*B, *F]``, also in ``next``, by normalised ones; other entries are not changed."""
+        """Replace raw entries ``[*B, *F]`` of ``data`` and ``next`` by normalised entries; keep the other entries."""
         parts = [data, data.get("next", None)]
         for part in parts if parts[1] is not None else parts[:1]:
             entries = raw_items(part)
@@ -182,8 +182,8 @@ class ObservationNormalizer(nn.Module):
 def standardize(value: Tensor, mean: Tensor, factor: Tensor, clip: float) -> Tensor:
     r"""Return \(\mathrm{clip}((x - \bar x) f)\) of values ``[*B, *F]``, float32.
 
-    The precision of the values applies (see :func:`~torchrl_lightning._core.moments.precision_of`), then the result is
-    rounded.
+    Compute in the precision of the values (see :func:`~torchrl_lightning._core.moments.precision_of`), then round the
+    result.
 
     Args:
         value: The values.
@@ -281,7 +281,10 @@ class NormalizedPolicy(TensorDictModuleBase):
         return policy_outputs(policy, normalized) if call is None else call(normalized)
 
     def bind_inputs(self, step: TensorDictBase) -> Callable[[], Outputs]:
-        """Return a call of :meth:`compute_step` bound to one CPU step ``[N]``; the caller overwrites its tensors."""
+        """Return a function that calls :meth:`compute_step` with one step ``[N]`` of CPU tensors.
+
+        The caller overwrites the tensors of the step before each call.
+        """
         normalizer = self.normalizer
         if not normalizer.is_flat:
             return lambda: self.compute_step(step)

@@ -1,4 +1,4 @@
-"""Largest magnitudes of float64 observations that a policy of float32 parameters can read."""
+"""Largest magnitudes of float64 observations that a policy with float32 parameters can read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NORMALIZED_MAX = 1e150
 
 
 def magnitude_limits(policy: object, observation: Composite) -> dict[NestedKey, float]:
-    """Return the largest magnitude of each float64 observation that a policy can read; others are not limited.
+    """Return the largest magnitude that a policy can read, for each float64 observation; others are not limited.
 
     A policy without parameters, or with float64 parameters, has no limits. The limit of normalised entries is larger,
     because they become float32 only after normalisation.
@@ -40,7 +40,7 @@ def magnitude_limits(policy: object, observation: Composite) -> dict[NestedKey, 
 
 
 def expected_magnitude(limit: float) -> str:
-    """Return the expectation and the remedy for the error about a number beyond its limit.
+    """Return the expected range and the remedy for the error message about a number beyond its limit.
 
     Args:
         limit: The largest magnitude.
@@ -53,7 +53,7 @@ def expected_magnitude(limit: float) -> str:
 
 
 def check_magnitudes(entries: Mapping[NestedKey, Tensor], limits: Mapping[NestedKey, float]) -> None:
-    """Validate magnitudes of observations; raise EnvironmentFault that names the first one beyond its limit.
+    """Validate magnitudes of observations; raise an EnvironmentFault that names the first entry beyond its limit.
 
     Args:
         entries: The observations.

@@ -25,16 +25,17 @@ Outputs = Mapping[NestedKey, Tensor]
 
 
 def clips_actions(policy: object) -> bool:
-    """Return whether a policy requires clipped actions; policies of ``load_policy`` may do so."""
+    """Return whether a policy requires clipped actions; policies that ``load_policy`` returned may require them."""
     return PolicyApi.of(policy).clip_actions is True
 
 
 def fast_call(policy: object) -> Callable[[TensorDictBase], Outputs] | None:
-    """Return a policy's ``compute_step``; None if it has none, or if it would bypass a hook or an overridden forward.
+    """Return a policy's ``compute_step``; None if it is missing, or would bypass a hook or an overridden ``forward``.
 
     ``compute_step(step)`` returns the policy's outputs for ``step`` ``[N]``, including ``("next", state)`` of recurrent
-    states, and writes nothing. ``exploration_type()`` applies to the actions. This saves TensorDict's dispatch, which
-    takes half of a small network's time. The next step overwrites the entries of ``step``, so copy those to keep.
+    states, and writes nothing. The actions depend on ``exploration_type()``. This saves TensorDict's dispatch, which
+    takes half of a small network's time. The next step overwrites the entries of ``step``, so copy the entries that you
+    keep.
     """
     if isinstance(policy, nn.Module) and any(forward_hooks(policy)):
         return None
@@ -50,11 +51,11 @@ def fast_call(policy: object) -> Callable[[TensorDictBase], Outputs] | None:
 
 
 def bound_call(policy: object, step: TensorDictBase) -> Callable[[], Outputs] | None:
-    """Return a policy's ``compute_step`` bound to one CPU step; the caller overwrites its tensors between calls.
+    """Return a function that applies a policy's ``compute_step`` to one step of CPU tensors; None without this method.
 
-    The policy's method ``bind_inputs(step)`` builds the call once; the call may return the same tensors each time.
-    Without this method the call is ``compute_step(step)``; without ``compute_step`` the result is None. Check with
-    :func:`fast_call` before each call that ``compute_step`` still applies.
+    The caller overwrites the tensors of the step between calls. If the policy has a method ``bind_inputs(step)``, this
+    method builds the function, which may return the same tensors each time. Else the function calls
+    ``compute_step(step)``. Before each call, check with :func:`fast_call` that ``compute_step`` still applies.
     """
     call = fast_call(policy)
     if call is None:
@@ -100,7 +101,7 @@ def dotted_name(key: NestedKey) -> str:
 
 
 def expand_mask(rows: Tensor, value: Tensor) -> Tensor:
-    """Return flags ``[N]`` with the number of dimensions of values ``[N, *F]``."""
+    """Return flags ``[N]`` as ``[N, 1, ...]``, with the number of dimensions of values ``[N, *F]``."""
     return rows.view(-1, *[1] * (value.ndim - 1))
 
 
@@ -111,7 +112,7 @@ def recurrent_primers(policy: object) -> list[TensorDictPrimer]:
     primers = get_primers_from_module(policy, warn=False)
     transforms: list[TensorDictPrimer] = [] if primers is None else list(getattr(primers, "transforms", [primers]))
     if transforms and is_float64(policy):
-        for primer in transforms:  # TorchRL makes float32 primers, whatever the module's dtype
+        for primer in transforms:  # TorchRL makes float32 primers, also for a float64 module
             specs = primer.primers = primer.primers.clone()
             for key, spec in list(specs.items(include_nested=True, leaves_only=True)):
                 specs[key] = spec.to(torch.float64) if spec.dtype.is_floating_point else spec
@@ -126,7 +127,8 @@ def is_float64(policy: object) -> bool:
 def apply_policy(policy: Policy, step: TensorDictBase, device: torch.device, form: ActionFormat) -> TensorDictBase:
     """Call the policy on its device and write its outputs into a step of a TorchRL environment.
 
-    An action that exceeds its bound by rounding is set to the bound. If ``form`` clips, so is every other one.
+    An action that exceeds its bound by rounding is set to the bound. If ``form`` clips, every other action outside its
+    bounds is also set to the bound.
 
     Raises:
         KeyError: The policy writes no action.
@@ -194,7 +196,7 @@ def check_policy(policy: object) -> None:
     """Validate a policy; raise TypeError if it is not callable, or is a plain torch module that reads tensors."""
     if policy is not None and not callable(policy):
         raise TypeError(f"policy must map a TensorDict to a TensorDict, got {type(policy).__name__}.")
-    # A policy may lack in_keys, but plain torch layers without a submodule that has them cannot read a TensorDict.
+    # A policy may lack in_keys. Plain torch layers cannot read a TensorDict, unless a submodule has in_keys.
     is_plain = isinstance(policy, nn.Linear | nn.Sequential)
     if isinstance(policy, nn.Module) and is_plain and not any(hasattr(part, "in_keys") for part in policy.modules()):
         raise TypeError(
@@ -226,9 +228,9 @@ def policy_outputs(policy: Policy, step: TensorDictBase) -> dict[NestedKey, Tens
 def default_outputs(
     policy: Policy, step: TensorDictBase, device: torch.device, states: Collection[NestedKey]
 ) -> dict[NestedKey, Tensor]:
-    """Return zeros for the policy's other outputs (not the action or ``states``) in steps with random actions.
+    """Return zeros for the policy's outputs except the action and ``states``, for steps with random actions.
 
-    Stored steps then have the same entries as when the policy acts, as with TorchRL's collectors.
+    Steps with random actions then have the same entries as steps of the policy, as in TorchRL's collectors.
     """
     out_keys = PolicyApi.of(policy).out_keys
     excluded = {"action", *states}

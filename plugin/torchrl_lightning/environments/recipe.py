@@ -95,46 +95,50 @@ Names = Annotated[Sequence[str], _to_names]
 
 
 class EnvironmentRecipe(Settings, ConfigSafe):
-    """Make an environment from its id (or a factory) and settings; picklable, and comparable by its ``repr``.
+    """Make an environment from an id or a factory, and settings.
+
+    Recipes can be pickled, and compared by their ``repr``.
 
     The settings wrap the environment from the inside out, in the order of the arguments. Wrappers and a factory can
     also be written as in a config: a mapping with the name of a class or function as ``_target_``, and its arguments.
     TorchRL environments are wrapped in TorchRL's transforms; a setting without a matching transform is an error.
 
     Args:
-        id: an environment id, also ``module:id``, or a factory of one environment, Gymnasium's or TorchRL's.
+        id: an environment id, also ``module:id``, or a factory of one Gymnasium or TorchRL environment.
         module: the module that registers the id, if the id does not name it.
         env_kwargs: keyword arguments for :func:`gymnasium.make` or the factory.
-        time_limit: steps after which an episode is truncated; the environment's own limit if None. A factory's
-            environment also keeps its own limit, which must not be smaller.
+        time_limit: steps after which an episode is truncated; the environment's own limit if None. An environment of a
+            factory also keeps its own limit, which must not be smaller.
         action_repeat: number of steps that repeat each action; their rewards are added.
         wrappers: functions that take the environment and return it wrapped, e.g. partials of Gymnasium's wrappers. For
             a TorchRL environment: functions that make a transform.
-        keep: entries of a Dict observation that stay in it; all if None.
+        keep: entries of a Dict observation to keep; all if None.
         drop: entries to remove from a Dict observation.
-        rename: new names for entries of a Dict observation. Some names are reserved for the entries of a run, such as
-            ``reward``, and TorchRL's specs cannot store others, such as ``shape``. An entry of a nested Dict is named
-            by its path: ``{arm.shape: form}``. ``wrappers``, ``keep`` and ``drop`` use the old names.
+        rename: new names for entries of a Dict observation. Names of a run's own entries, such as ``reward``, are
+            reserved. TorchRL's specs cannot store some other names, such as ``shape``. Write the path of an entry of a
+            nested Dict: ``{arm.shape: form}``. ``wrappers``, ``keep`` and ``drop`` use the old names.
         observe: indices into a flat observation; the selected numbers keep this order. All numbers if None.
         flatten: flatten the observation into one vector.
         frame_stack: number of images to stack along their channels, the newest last.
-        clip_reward: clip rewards to ``[-clip_reward, clip_reward]`` for learning; not if None. Evaluation uses the
-            rewards of the environment itself, as published scores do.
-        vectorization: how collection steps the copies. ``"sync"`` steps them in this process, ``"async"`` each in its
-            own process (by ``spawn``: a script needs ``if __name__ == "__main__":``). ``"envpool"`` uses EnvPool, which
-            allows no wrappers. Collectors with workers need ``"sync"``: their workers step the environments. Evaluation
-            stays in this process. With ``"envpool"`` it steps Gymnasium's environment of the same id, unless Gymnasium
-            does not have one or ``env_kwargs`` are set.
-        demonstrations_of: ids (or names of factories). Their demonstrations are accepted for this environment although
-            they were recorded in another one or with another reward. Its own id allows other arguments and wrappers.
-        step_timeout: seconds that making, ``reset``, ``step`` or ``close`` may take; no limit if None. A longer call is
-            interrupted by an error that names it. If it does not return to Python, the process exits with status 1
-            (143 after SIGTERM). A call has at most 5 seconds after SIGTERM. In the process that steps the environment,
-            code that blocks Python's other threads cannot be timed.
+        clip_reward: limit of the rewards for learning, which are clipped to ``[-clip_reward, clip_reward]``; no limit
+            if None. Evaluation uses the unclipped rewards, as published scores do.
+        vectorization: how the copies are stepped during collection. ``"sync"`` steps them in this process, ``"async"``
+            steps each copy in its own process (by ``spawn``: a script needs ``if __name__ == "__main__":``).
+            ``"envpool"`` uses EnvPool, which allows no wrappers. Collectors with workers need ``"sync"``, because the
+            workers step the environments. Evaluation runs in this process. With ``"envpool"`` it steps Gymnasium's
+            environment of the same id. If Gymnasium does not have this id, or ``env_kwargs`` are set, it steps
+            EnvPool's environment.
+        demonstrations_of: ids, or names of factories. Demonstrations that were recorded in these environments are
+            accepted, although the environment or its reward differs. List the environment's own id to allow other
+            arguments and wrappers.
+        step_timeout: maximum seconds for building the environment, and for each ``reset``, ``step`` or ``close``; no
+            limit if None. A longer call is interrupted by an error that names the call. If the call does not return to
+            Python, the process exits with status 1 (143 after SIGTERM). A call has at most 5 seconds after SIGTERM. The
+            limit does not apply to code that blocks all other Python threads of the process that steps the environment.
 
     Raises:
-        ValueError: a number is out of range, or a target is unknown. When the environment is made: a setting does not
-            fit it.
+        ValueError: a number is out of range, or a target is unknown. A call of the recipe raises it if a setting does
+            not fit the environment.
         TypeError: ``id`` or a wrapper has the wrong type.
 
     Examples:
@@ -179,7 +183,7 @@ class EnvironmentRecipe(Settings, ConfigSafe):
                 f"time_limit must be None if env_kwargs has max_episode_steps, got {self.time_limit} and "
                 f"env_kwargs={dict(self.env_kwargs)}. Remove one of them."
             )
-        # One form, which also makes Gymnasium import the module in worker processes.
+        # Gymnasium imports the module of ``module:id`` also in worker processes.
         if self.module and isinstance(self.id, str) and ":" not in self.id:
             self.id = f"{self.module}:{self.id}"
 
@@ -241,7 +245,7 @@ class EnvironmentRecipe(Settings, ConfigSafe):
         return self.with_settings(clip_reward=None)
 
     def with_settings(self, **settings: Any) -> EnvironmentRecipe:
-        """Return a recipe with other values of some settings.
+        """Return a copy of the recipe with the new values of ``settings``.
 
         Examples:
             >>> EnvironmentRecipe("CartPole-v1", time_limit=9).with_settings(time_limit=None)
@@ -265,7 +269,7 @@ class EnvironmentRecipe(Settings, ConfigSafe):
         defaults = {name: setting_.default for name, setting_ in EnvironmentRecipe.settings_of_class.items()}
         settings = {name: to_plain(value) for name, value in vars(self).items() if value and value != defaults[name]}
         settings.pop("module", None)  # the id names it
-        # One form, whether they were passed as callables or as mappings.
+        # Write callables and mappings in the same form.
         if not isinstance(self.id, str):
             settings["id"] = _to_target(_resolve(self.id, "id"))
         if self.wrappers:
@@ -274,7 +278,7 @@ class EnvironmentRecipe(Settings, ConfigSafe):
 
 
 def _check_limit(env: Environment, limit: int) -> None:
-    """Validate that episodes of an environment can be as long as a limit; raise ValueError if they never are."""
+    """Validate that episodes of an environment can reach a limit; raise ValueError if its own limit is smaller."""
     env_limit = None if env.spec is None else env.spec.max_episode_steps
     if env_limit is not None and env_limit < limit:
         raise ValueError(
@@ -364,7 +368,9 @@ def _wrap(env: Environment, wrapper: Wrapper, label: str) -> Environment:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a setting as plain data (numbers, strings, lists, dicts); other objects by name, exports by public name.
+    """Convert a setting to plain data (numbers, strings, lists, dicts).
+
+    Other objects become their names. Exports of this package become their public names.
 
     Examples:
         >>> to_plain([TimeLimit, partial(TimeLimit, max_episode_steps=9), np.float32(2)])
@@ -389,7 +395,7 @@ def to_plain(value: Any) -> Any:
 
 
 def _public_name(definition: Any) -> str | None:
-    """Return the public name of an export of this package: it stays the same if the object moves to another module."""
+    """Return the public name of an export of this package. The name stays the same if the object moves."""
     package = __name__.partition(".")[0]
     exports, name = sys.modules[package], definition.__qualname__
     if definition.__module__.partition(".")[0] != package or getattr(exports, name, None) is not definition:
@@ -403,7 +409,7 @@ def _to_target(part: Callable[..., Any]) -> dict[str, Any]:
 
 
 def differences(old: Any, new: Any, field: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name and both values of each field that differs between two plain values; None if a value lacks it.
+    """Yield name, old and new value of each field that differs between two plain values; a missing value is None.
 
     Examples:
         >>> list(differences({"stack": 4, "wrappers": [{"low": 0}]}, {"wrappers": [{"low": 1}]}))

@@ -1,4 +1,4 @@
-"""Replay recorded steps in some environments of a vector environment, which pause meanwhile."""
+"""Replay recorded steps in some environments of a vector environment; these environments pause meanwhile."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ Array = NDArray[Any]
 
 
 class ReplayedRows(NamedTuple):
-    """One step of the ``M`` replaying environments, in their order, with the shapes of the spaces or specs.
+    """One step of the ``M`` replaying environments, in ascending order, with the shapes of the spaces or specs.
 
     Attributes:
-        mask: Which environments replay, ``[N]`` bool.
+        mask: True for environments that replay, ``[N]`` bool.
         observation: Input of the policy, ``[M, *F]`` for each observation key.
         action: The stored action, ``[M, *A]``.
-        next_observation: The next observation, ``[M, *F]`` each; at an end the last one of the episode.
+        next_observation: The next observation, ``[M, *F]`` for each key; at the end of an episode its last observation.
         reward: ``[M]``.
         terminated: ``[M]`` bool.
         truncated: ``[M]`` bool.
-        serial: The numbers of the replayed recordings, ``[M]``; -1 for none.
-        log_prob: The stored log-probability of the actions, if the policy writes ``action_log_prob``. None computes it
-            by the policy, which then needs ``get_dist``.
+        serial: The numbers of the replayed recordings, ``[M]``; -1 for a row without a number.
+        log_prob: The stored log-probability of the actions, if the policy writes ``action_log_prob``. If it is None,
+            the policy's ``get_dist`` computes it.
     """
 
     mask: Array
@@ -53,16 +53,16 @@ class ReplaySource(Protocol):
     """A source of replayed steps, such as demonstrations.
 
     A replay begins at the start of an episode and lasts until the replayed episode ends. The environment pauses
-    meanwhile, and its own new episode follows. An environment that cannot pause is stepped without storing its steps,
-    and reset at the end.
+    meanwhile, and its own new episode follows. An environment that cannot pause is stepped, but its steps are not
+    stored, and it is reset at the end of the replay.
     """
 
     def __call__(self, starts: Array) -> ReplayedRows | None:
         """Return the replayed rows of the next step, before the policy acts.
 
         Args:
-            starts: Which environments begin an episode, ``[N]`` bool. Earlier replays there have ended (also after the
-                collector has reset all environments).
+            starts: True for environments that begin an episode, ``[N]`` bool. Earlier replays in these environments
+                have ended, also if the collector has reset all environments.
 
         Returns:
             The replayed rows; None if no environment replays.
@@ -71,7 +71,7 @@ class ReplaySource(Protocol):
 
     @property
     def playing(self) -> Array:
-        """Which environments still have steps to replay, ``[N]`` bool; a restored collector continues these."""
+        """True for environments with steps left to replay, ``[N]`` bool; a restored collector continues them."""
         ...
 
 
@@ -79,7 +79,7 @@ class SyncedReplaySource(ReplaySource, Protocol):
     """A source with copies in worker processes; the copies receive updates of its recordings."""
 
     def for_worker(self, seed: int) -> ReplaySource:
-        """Return a picklable copy with its own random draws, without running replays, for :meth:`apply_delta`."""
+        """Return a picklable copy without running replays; ``seed`` sets its random draws."""
         ...
 
     def snapshot(self) -> Any:
@@ -166,7 +166,7 @@ class PartialStepVectorEnv(SyncVectorEnv):
 
     @cached_property
     def _flat(self) -> Array | None:
-        """The memory of the observations, ``[N * F, ...]``; None unless one observation is an array ``[F, ...]``."""
+        """The memory of the observations, ``[N * F, ...]``; None if an observation is not an array ``[F, ...]``."""
         space, memory = self.single_observation_space, self._observations
         if not isinstance(space, Box | MultiBinary | MultiDiscrete) or not space.shape or not memory.flags.c_contiguous:
             return None
@@ -176,7 +176,7 @@ class PartialStepVectorEnv(SyncVectorEnv):
         check_returned(self.single_observation_space, returned, call, f"environment {index}")
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Close every environment, also if one fails to close."""
+        """Close every environment, even if an environment fails to close."""
         errors = []
         for i, env in enumerate(self.envs):
             try:
@@ -189,12 +189,12 @@ class PartialStepVectorEnv(SyncVectorEnv):
 
 
 def _zero_dimensional(actions: Array) -> list[Array]:
-    """Return actions ``[N]`` of a scalar Box as zero-dimensional arrays: the Box does not contain NumPy scalars."""
+    """Return actions ``[N]`` of a scalar Box as zero-dimensional arrays; a Box rejects NumPy scalars."""
     return [actions[i, ...] for i in range(len(actions))]
 
 
 class ReplayTracker:
-    """Track which of ``num_envs`` environments replay steps of a source; ``indices`` has their indices, ``[M]``."""
+    """Track which of ``num_envs`` environments replay steps of a source; ``indices`` ``[M]`` lists them."""
 
     def __init__(self, source: ReplaySource, num_envs: int) -> None:
         self._source = source
@@ -202,7 +202,7 @@ class ReplayTracker:
         self.indices: Array = np.flatnonzero(self._none)
 
     def resume(self) -> Array:
-        """Return which environments a restored source continues to replay, ``[N]``."""
+        """Return a mask ``[N]`` of the environments that continue a replay of the restored source."""
         self._paused = np.array(self._source.playing, dtype=bool)
         return self._paused
 

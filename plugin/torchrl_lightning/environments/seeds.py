@@ -1,4 +1,4 @@
-"""Derive the seeds of the parts of a run by named paths, and isolate random streams from the global ones."""
+"""Derive the seeds of the parts of a run from named paths, and run blocks with separate random streams."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def numbered_seed(seed: int, number: int) -> int:
 def spawn_seed(seed: int, *path: str | int) -> int:
     """Derive the seed of one part of a run from the run's seed.
 
-    Neighbouring seeds, ranks or numbers give unrelated seeds. Sums of these numbers would give equal seeds.
+    Neighbouring seeds, ranks or numbers give unrelated seeds. Sums such as seed + rank would give equal seeds.
 
     Args:
         seed: Seed of the run, or of the part at the start of the path.
@@ -56,7 +56,7 @@ def spawn_seed(seed: int, *path: str | int) -> int:
 
 
 def check_seed(seed: int | None) -> int:
-    """Return the seed, or draw it from torch's global generator for None; raise ValueError if it is invalid."""
+    """Return the seed; draw it from torch's global generator if it is None; raise ValueError if it is invalid."""
     if seed is None:
         return int(torch.randint(2**31, ()).item())
     try:
@@ -69,7 +69,9 @@ def check_seed(seed: int | None) -> int:
 
 
 class IsolatedRng:
-    """Run a block with its own torch random stream (None: the global one), and restore the global one afterwards.
+    """Run a block with the torch random stream of a seed, and restore the global stream afterwards.
+
+    If the seed is None, the block continues the global stream.
 
     Distributions can only draw from torch's global generators of CPU and device, so the block reseeds these.
     """

@@ -43,7 +43,7 @@ class EnvironmentSpecs:
         num_envs: The number of environments.
         frame_stack: The number of images that a recipe stacks; None if unknown.
         action_start: The environment's first discrete action, which networks and buffers count as 0; one number for
-            each part of a MultiDiscrete action. ``action_format`` also has it.
+            each part of a MultiDiscrete action. ``action_format`` also stores it.
         action_format: Shape, dtype, bounds and numbering of the environment's actions, and whether they are clipped;
             by default the format of ``action`` without clipping.
     """
@@ -76,9 +76,9 @@ class EnvironmentSpecs:
 def environment_specs(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentSpecs:
     """Read the specs of a gymnasium vector environment or of a TorchRL environment.
 
-    They equal the specs of ``GymEnv(..., categorical_action_encoding=True)``: discrete actions are integers, not
-    one-hot. But all floating-point actions are float32, and choices are int64 and count from 0. ``action_format``
-    converts them for the environment.
+    The specs equal the specs of ``GymEnv(..., categorical_action_encoding=True)``, so discrete actions are integers,
+    not one-hot. There are two differences: floating-point actions are always float32, and choices are int64 and count
+    from 0. ``action_format`` converts the actions for the environment.
 
     Raises:
         TypeError: The environment has another type, or a space without a spec.
@@ -121,7 +121,7 @@ def _gymnasium_specs(env: VectorEnv[Any, Any, Any]) -> EnvironmentSpecs:
 def space_to_spec(space: spaces.Space[Any], name: str) -> TensorSpec:
     """Convert a space to the TorchRL spec that ``GymEnv`` uses for it; raise TypeError if no spec exists.
 
-    Choices that start above 0 are stored in a spec that counts from 0 and has unused first choices.
+    If the choices of the space start above 0, the spec counts from 0, and its first choices are unused.
     """
     if isinstance(space, spaces.Dict):
         return Composite({_key(entry, space): space_to_spec(space[entry], entry) for entry in space})
@@ -153,7 +153,7 @@ def spec_to_space(spec: TensorSpec, start: Any = 0) -> spaces.Space[Any]:
 
     Args:
         spec: The spec, without a batch dimension.
-        start: The first choice of the space, or one for each part.
+        start: The first choice of the space; one number for each part of a MultiDiscrete space.
 
     Examples:
         >>> spec_to_space(Categorical(3), start=1)
@@ -257,7 +257,7 @@ def carried_keys(env: EnvBase) -> list[str]:
 
 @contextmanager
 def unwrap_transforms(env: EnvBase) -> Iterator[tuple[EnvBase, list[Transform]]]:
-    """Yield the innermost environment and its transforms, inside out; build one more copy of a batched environment."""
+    """Yield the innermost environment and its transforms, inside out; build a copy if the environment is batched."""
     if isinstance(env, TransformedEnv):
         with unwrap_transforms(env.base_env) as (base, applied):
             yield base, [*applied, *flatten_transform(env.transform)]
@@ -308,7 +308,7 @@ def specs_from_state(state: Mapping[str, Any]) -> EnvironmentSpecs:
 
 def spec_fields(spec: TensorSpec) -> dict[str, Any]:
     """Return the plain fields of a leaf: kind, shape, dtype, and bounds (tensors) or number of choices."""
-    # The exact class: TorchRL derives some kinds of spec from others.
+    # Use the name of the exact class, because TorchRL derives some kinds of spec from others.
     kind = type(spec).__name__.removesuffix("Continuous").removesuffix("Discrete")
     fields = {"kind": kind, "shape": list(spec.shape), "dtype": str(spec.dtype).removeprefix("torch.")}
     match kind:

@@ -25,7 +25,7 @@ _RESERVED_ARGUMENTS = {
 
 
 class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
-    """Copies of an EnvPool environment in mode ``SAME_STEP``; a reset may apply to some of them.
+    """Copies of an EnvPool environment in mode ``SAME_STEP``; a reset can be limited to some copies.
 
     EnvPool accepts seeds only when it makes the copies. The first full reset makes them, and each full reset with
     seeds makes them again. An episode that terminates exactly at its time limit is only marked as truncated, because
@@ -58,7 +58,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
     def reset(
         self, *, seed: int | Sequence[int] | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode in all copies, or without a seed in the copies of ``options["reset_mask"]``."""
+        """Begin an episode in all copies; without a seed, ``options["reset_mask"]`` selects the copies."""
         mask = None if options is None else options.get("reset_mask")
         if mask is not None and self._pool is not None:
             if seed is not None:

@@ -13,10 +13,11 @@ from torchrl_lightning.environments.replay_source import Array
 class ResetTrackingVectorEnv(VectorWrapper[Any, Any, Any, Any, Array]):
     """A vector environment in mode ``NEXT_STEP`` that stores which copies its last step has reset.
 
-    A reset ignores the action and returns reward 0. A rollout must keep this row; a replay buffer can leave it out.
+    A reset ignores the action and returns reward 0. A rollout must keep the row of a reset; a replay buffer can omit
+    it.
 
     Attributes:
-        resets: Which copies the last step has reset, ``[N]`` bool.
+        resets: Mask of the copies that the last step has reset, ``[N]`` bool.
 
     Examples:
         >>> import gymnasium

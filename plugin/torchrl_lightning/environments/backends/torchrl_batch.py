@@ -28,10 +28,10 @@ from torchrl_lightning.environments.workers.threads import close_environment
 
 
 class BatchVectorEnv(VectorEnv[Any, Any, Any]):
-    """A batched TorchRL environment on the CPU, in mode ``SAME_STEP``; a reset may apply to some of its copies.
+    """A batched TorchRL environment on the CPU, in mode ``SAME_STEP``; a reset can be limited to some copies.
 
-    It calls the environment's ``_step`` and ``_reset`` directly: TorchRL's code around them takes longer than a small
-    environment itself. All copies share one seed.
+    It calls the environment's ``_step`` and ``_reset`` directly, because TorchRL's code around these methods takes
+    longer than a step of a small environment. All copies share one seed.
 
     Args:
         env: the environment, with one batch dimension.
@@ -72,7 +72,7 @@ class BatchVectorEnv(VectorEnv[Any, Any, Any]):
 
     def step(self, actions: Array) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         """Step every copy and reset ended ones; ``final_obs`` holds the observations before the reset."""
-        action = torch.from_numpy(actions).clone()  # the environment may change and keep it
+        action = torch.from_numpy(actions).clone()  # the environment may change and keep the action
         with torch.no_grad(), env_errors("step"):
             inputs = new_tensordict({**self._state, "action": action}, self.env.batch_size)
             returned = entries_of(self.env._step(inputs))
@@ -123,9 +123,12 @@ class BatchVectorEnv(VectorEnv[Any, Any, Any]):
 def as_batch_vector_env(env: EnvBase) -> BatchVectorEnv | None:
     """Wrap a batched TorchRL environment in :class:`BatchVectorEnv`; return None if TorchRL has to step it.
 
-    TorchRL has to step environments without a batch, with transforms, or with their own ``step``, ``reset`` or
-    ``maybe_reset``; a SerialEnv or ParallelEnv; environments on other devices, because their observations should stay
-    there; and environments with specs that no Gymnasium space can express.
+    TorchRL has to step these environments:
+
+    * unbatched environments, a SerialEnv and a ParallelEnv
+    * environments with transforms, or with their own ``step``, ``reset`` or ``maybe_reset``
+    * environments on other devices than the CPU, because their observations should stay on the device
+    * environments with specs that no Gymnasium space can express
 
     Examples:
         >>> from torchrl.envs import GymEnv
@@ -153,7 +156,7 @@ def _space(spec: TensorSpec) -> spaces.Space[Any]:
     if isinstance(spec, Composite):
         return spaces.Dict({str(key): _space(entry) for key, entry in spec.items()})
     shape, dtype = tuple(spec.shape), torch.empty(0, dtype=spec.dtype).numpy().dtype
-    # The exact class: TorchRL derives some kinds of spec from others.
+    # Use the name of the exact class, because TorchRL derives some kinds of spec from others.
     kind = type(spec).__name__.removesuffix("Continuous").removesuffix("Discrete")
     if kind == Unbounded.__name__ and dtype.kind == "f":
         return spaces.Box(-np.inf, np.inf, shape, dtype.type)
@@ -174,7 +177,7 @@ def _space(spec: TensorSpec) -> spaces.Space[Any]:
 
 
 def _clone_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of an environment's entries, because it may overwrite them."""
+    """Return copies of an environment's entries, because the environment may overwrite them."""
     return {name: value.clone() for name, value in entries.items()}
 
 
@@ -186,7 +189,7 @@ def _leaf_at(tree: Any, path: Path) -> Tensor:
 
 
 def _merge_rows(mask: Tensor, new: Any, old: Any) -> Any:
-    """Return an entry ``[N, *F]`` with the rows of ``new`` where ``mask`` ``[N, 1]`` is true, else of ``old``."""
+    """Return an entry ``[N, *F]`` with the rows of ``new`` if ``mask`` ``[N, 1]`` is true, else the rows of ``old``."""
     if isinstance(new, TensorDictBase):
         return new.where(mask[:, 0], old)
     return torch.where(expand_mask(mask[:, 0], new), new, old)

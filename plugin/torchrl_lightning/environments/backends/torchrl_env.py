@@ -67,16 +67,16 @@ def make_environment(
     """Build a vector or batched environment from an id, a factory of Gymnasium or TorchRL, or a ready environment.
 
     Args:
-        env: an argument of :func:`make_vector_env`; or a ready TorchRL environment; or a factory of one. Unbatched
-            environments of the factory are stepped one after another in a ``SerialEnv``, or each in its own process in
-            a ``ParallelEnv``. A batched one is used unchanged.
+        env: the argument ``env`` of :func:`make_vector_env`, a ready TorchRL environment, or a factory of a TorchRL
+            environment. Unbatched environments of a factory are stepped one after another in a ``SerialEnv``, or each
+            in its own process in a ``ParallelEnv``. A batched environment is used unchanged.
         num_envs: number of environments; None means one, or the number of a batched or ready environment.
         vectorization: as in :func:`make_vector_env`.
         own_number: accept a batched environment with a number of environments other than ``num_envs``.
 
     Raises:
         ValueError: the number of environments, keys or shapes do not fit, or a transform spoils the data.
-        TypeError: ``env`` is not an id, an environment or a factory of one.
+        TypeError: ``env`` is not an id, an environment or a factory of an environment.
 
     Examples:
         >>> from torchrl.envs import GymEnv
@@ -111,7 +111,8 @@ def make_environment(
 def with_bookkeeping(env: EnvBase, policy: object, clip_actions: bool = False) -> EnvBase:
     """Wrap an environment in the missing transforms for episode starts, recurrent states and action conversion.
 
-    The environment itself is not changed. ``clip_actions`` clips the actions for the environment to their bounds.
+    The environment itself is not changed. With ``clip_actions``, the environment receives actions that are clipped to
+    their bounds.
     """
     existing = set(env.observation_spec.keys(True, True)) | set(env.full_state_spec.keys(True, True))
     added: list[Transform] = [] if "is_init" in existing else [InitTracker()]
@@ -119,7 +120,7 @@ def with_bookkeeping(env: EnvBase, policy: object, clip_actions: bool = False) -
         primer for primer in recurrent_primers(policy) if not existing.issuperset(primer.primers.keys(True, True))
     ]
     form = replace(ActionFormat.from_spec(env.action_spec_unbatched), clip=clip_actions)
-    if not form.is_network_format or is_float64(policy):  # apply_policy sets the other actions to their bounds
+    if not form.is_network_format or is_float64(policy):  # apply_policy sets actions of other formats to their bounds
         added.append(ActionConversion(form))
     for transform in added:
         env = TransformedEnv(env, transform, auto_unwrap=False)
@@ -127,17 +128,18 @@ def with_bookkeeping(env: EnvBase, policy: object, clip_actions: bool = False) -
 
 
 def copy_calls(env: EnvBase, index: int | None = None) -> None:
-    """Make an environment and its base copy all inputs and outputs, because they may reuse, change or keep them.
+    """Let an environment and its base environment copy all inputs and outputs.
 
-    TorchRL's collectors keep the tensors of every step until the rollout is complete, and its transforms keep some
-    until the next step. Environments in processes that already run are not changed.
+    An environment may reuse, change or keep these tensors. TorchRL's collectors keep the tensors of every step until
+    the rollout is complete, and TorchRL's transforms keep some tensors until the next step. Environments in processes
+    that already run are not changed.
 
     Each call also sets :data:`position` to the number of the environment, ``index``, for error messages.
     """
     base = env
     while isinstance(base, TransformedEnv):
         base = base.base_env
-    if isinstance(base, BatchedEnvBase):  # it copies the outputs of its environments itself
+    if isinstance(base, BatchedEnvBase):  # a BatchedEnvBase copies the outputs of its environments
         base.create_env_fn = [
             make if isinstance(make, _CopyingFactory) else _CopyingFactory(make, number)
             for number, make in enumerate(base.create_env_fn)
@@ -201,7 +203,7 @@ class ActionConversion(Transform):
 
 
 class ReplayTransform(Transform):
-    """A transform that replaces the environment's steps by recorded steps of its source, ``replay``.
+    """A transform that replaces the environment's steps by recorded steps from the source ``replay``.
 
     After :meth:`resume`, a restored source continues its episodes through the resets before the next step.
     """
@@ -214,7 +216,7 @@ class ReplayTransform(Transform):
 
 
 def replay_transforms(env: EnvBase) -> Iterator[ReplayTransform]:
-    """Yield the transforms around an environment that play recorded steps."""
+    """Yield an environment's transforms that replay recorded steps."""
     while isinstance(env, TransformedEnv):
         yield from (
             transform for transform in flatten_transform(env.transform) if isinstance(transform, ReplayTransform)

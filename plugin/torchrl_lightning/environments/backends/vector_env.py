@@ -45,11 +45,11 @@ def make_vector_env(
         env: A registered id, a factory of one environment, or a ready vector environment, which is returned unchanged.
             Environments that are built here may write all returned values into the same memory.
         num_envs: The number of copies; ``None`` means one, or the number of a ready vector environment.
-        vectorization: ``"sync"`` steps the copies in this process, ``"async"`` each copy in its own process (by
-            ``spawn``: a script needs ``if __name__ == "__main__":``), ``"envpool"`` steps all copies of EnvPool's
+        vectorization: ``"sync"`` steps the copies in this process. ``"async"`` steps each copy in its own process (by
+            ``spawn``: a script needs ``if __name__ == "__main__":``). ``"envpool"`` steps all copies of EnvPool's
             environment together in C++. ``None`` uses the value of the :class:`~torchrl_lightning.EnvironmentRecipe`,
-            or ``"sync"``. A recipe for EnvPool stays with EnvPool even for ``"sync"`` if Gymnasium does not know the
-            id or the recipe has ``env_kwargs``.
+            or ``"sync"`` without a recipe. A recipe for EnvPool stays with EnvPool even for ``"sync"`` if Gymnasium
+            does not know the id or the recipe has ``env_kwargs``.
         env_kwargs: Keyword arguments for the id or the factory.
         wrappers: Functions that wrap each single environment, innermost first.
 
@@ -95,7 +95,7 @@ def make_vector_env(
 
 
 def vectorization_of(env: object, requested: str | None = None) -> str:
-    """Return the vectorization: the requested one, or the one of the recipe, or ``"sync"``.
+    """Return the requested vectorization; if it is None, return the recipe's value, or ``"sync"`` without a recipe.
 
     A recipe for EnvPool stays with EnvPool even for ``"sync"`` if Gymnasium cannot make its environment.
     """
@@ -121,7 +121,7 @@ def check_env_source(
 ) -> None:
     """Validate an environment as far as possible without building it; raise ValueError for an unknown id.
 
-    Raise TypeError if it is not an id, a factory or a vector environment, or if an argument has the wrong type.
+    Raise TypeError if ``env`` is not an id, a factory or a vector environment, or if an argument has the wrong type.
     Arguments for EnvPool are checked completely.
     """
     if env_kwargs is not None and not isinstance(env_kwargs, Mapping):
@@ -137,7 +137,7 @@ def check_env_source(
     if isinstance(env, EnvironmentRecipe) and isinstance(env.id, str):
         env = env.id
     if isinstance(env, str):
-        # As gymnasium.make does: ``module:Name-v0`` imports the module that registers the name.
+        # As in gymnasium.make, ``module:Name-v0`` imports the module that registers the name.
         module, _, name = env.rpartition(":")
         try:
             if module:

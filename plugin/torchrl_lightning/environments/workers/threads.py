@@ -13,7 +13,7 @@ from torchrl.envs import EnvBase, ParallelEnv, TransformedEnv
 
 from torchrl_lightning.environments.env_errors import env_errors
 
-# Number of threads before the start of each ParallelEnv, if this module saw it before.
+# Number of threads before the start of each ParallelEnv, if record_num_threads was called before the start.
 _RECORDED: WeakKeyDictionary[EnvBase, int] = WeakKeyDictionary()
 
 
@@ -28,7 +28,7 @@ def preserve_num_threads() -> Iterator[None]:
 
 
 def record_num_threads(env: EnvBase) -> None:
-    """Store the number of threads if the environment is a ParallelEnv that has not started: its start may reduce it."""
+    """Store the number of threads before a ParallelEnv starts, because its start may reduce the number."""
     base = _base(env)
     if isinstance(base, ParallelEnv) and base.is_closed:
         _RECORDED[base] = torch.get_num_threads()
@@ -38,7 +38,7 @@ def close_environment(env: VectorEnv[Any, Any, Any] | EnvBase) -> None:
     """Close an environment, if it is open, and restore the number of threads.
 
     A ParallelEnv reduces the number when it starts, and sets another number when it closes. If it started before
-    :func:`record_num_threads`, the original number is unknown, and TorchRL's number stays. Errors of the environment
+    :func:`record_num_threads`, the original number is unknown, and TorchRL's number is kept. Errors of the environment
     become EnvironmentFaults.
     """
     if not isinstance(env, EnvBase):

@@ -1,8 +1,9 @@
 """Limit the seconds that a call of an environment may take.
 
-A call only stores its start time. One watchdog thread checks the running calls. It interrupts an overdue call in the
-main thread by a signal, which raises an exception there. If the call still does not return, the thread ends the
-process. An alarm for each call (``setitimer``) would need no thread, but makes steps of CartPole 20 % slower.
+A call only stores its start time. One watchdog thread checks the running calls. If a call in the main thread is
+overdue, the watchdog sends a signal that raises an exception in the main thread. If the call still does not return, the
+thread ends the process. An alarm for each call (``setitimer``) would need no thread, but makes steps of CartPole 20 %
+slower.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ class TimedCalls:
 
     Args:
         seconds: the limit of each call.
-        after_sigterm: the limit after SIGTERM, if the environment was made before it.
+        after_sigterm: the limit after SIGTERM, if the environment was made before the signal.
     """
 
     def __init__(self, seconds: float, after_sigterm: float = 5.0) -> None:
         self.seconds, self.limit = seconds, seconds
         self.after_sigterm = min(seconds, after_sigterm)
-        self.sigterm_time = -math.inf  # when SIGTERM came
+        self.sigterm_time = -math.inf  # time of SIGTERM
         self.started = math.inf  # start time of the running call
         self.interrupted_call = math.inf  # start time of the last interrupted call
         self.overdue_call = math.inf, 0.0  # start time of the last overdue call, and the seconds that it was overdue
         self.thread = get_ident()  # thread of the running call
-        self.environment: int | None = None  # number of the environment; next line: step of the rollout
-        self.step: int | None = None
+        self.environment: int | None = None  # number of the environment
+        self.step: int | None = None  # step of the rollout
         _watchdog.add(self)
 
     @contextmanager
@@ -88,7 +89,7 @@ class TimedCalls:
         return self.overdue_call[1]
 
     def end_soon(self) -> None:
-        """Apply the limit after SIGTERM, starting now."""
+        """Reduce the limit to ``after_sigterm``, counted from now for the running call."""
         self.limit, self.sigterm_time = self.after_sigterm, monotonic()
 
     def interrupt(self) -> None:
@@ -126,7 +127,7 @@ class _Watchdog:
             self._has_thread = True
             threading.Thread(target=self._run, name="environment-watchdog", daemon=True).start()
         if sys.platform != "win32" and is_main_thread() and signal.getsignal(signal.SIGURG) != self._interrupt:
-            # The first environment may belong to another thread, and a Trainer restores the handlers of its start.
+            # The first environment may be built in another thread, and a Trainer restores earlier signal handlers.
             signal.signal(signal.SIGURG, self._interrupt)  # ignored by default
             self._main = get_ident()
             observer.add(self._note)  # Lightning can still set its handler for SIGTERM
@@ -145,7 +146,7 @@ class _Watchdog:
                 self._sigterm.clear()
                 for calls in self._live_calls():
                     calls.end_soon()
-            # Pauses of the whole process do not count: an overdue call must have time to notice its interruption.
+            # Do not count pauses of the whole process, because an interrupted call needs time to return.
             elapsed, checked = min(monotonic() - checked, 2 * _PERIOD), monotonic()
             for calls in self._live_calls():
                 seconds = calls.overdue_seconds(elapsed)
@@ -182,7 +183,7 @@ after_fork(_replace_watchdog)
 
 
 def set_overdue_handler(handler: Callable[[str], object]) -> None:
-    """Send the message about a call that cannot be interrupted to ``handler`` instead of stderr."""
+    """Set the function that receives the message about an uninterruptible call; by default it goes to stderr."""
     _watchdog.handle_overdue = handler
 
 

@@ -44,9 +44,9 @@ _RESULT = struct.Struct("d??")
 
 
 class StepPipe:
-    """A connection that sends actions, rewards and end flags as bytes, and other messages like ``Connection``.
+    """A connection that sends actions, rewards and end flags as bytes, and pickles other messages.
 
-    If observations go through shared memory, pickling would take most of a message's time. Then only a non-empty info
+    If observations use shared memory, pickling would take most of a message's time. In this case only a non-empty info
     is pickled.
 
     Args:
@@ -117,7 +117,7 @@ class StepPipe:
 
 
 class WorkerVectorEnv(AsyncVectorEnv):
-    """An ``AsyncVectorEnv`` in mode ``SAME_STEP`` that names the failed environment and its error in one line.
+    """An ``AsyncVectorEnv`` in mode ``SAME_STEP`` with one-line errors that name the failed environment.
 
     Its processes end when this process ends. They have five seconds to close their environments. ``step_timeout``
     limits the wait for a process that has stopped.
