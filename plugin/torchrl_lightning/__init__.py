@@ -1,13 +1,15 @@
 """TorchRL experience buffers as Lightning DataModules, configured by Hydra.
 
-* Core, the documented buffers and their DataModules: ``rollout``, ``demonstrations``, ``dynamics``, ``episodic``,
-  ``velora`` and ``l2r`` over ``replay``, ``estimators`` and ``kernels``; ``datamodules`` and ``configs``.
+* Documented buffers: ``rollout``, ``demonstrations``, ``dynamics``, ``episodic``, ``velora`` and ``l2r``.
+* Code that the buffers share: ``replay``, ``estimators`` and ``kernels``.
+* DataModules of the buffers, and their configs: ``datamodules`` and ``configs``.
 * Environments and collectors: ``environments``, ``collectors`` and ``ray``.
 * Agents: ``agents``.
 * Running and deploying: ``cli``, ``callbacks``, ``plotting``, ``inspection`` and ``deploy``.
 
-``_core`` and ``_hydra`` hold helpers. All public names are exported from this module and imported on first use
-(PEP 562), so that importing it does not import torch, and shell completion and other Hydra applications stay fast.
+``_core`` and ``_hydra`` contain helpers. This module exports all public names and imports each name on first use (PEP
+562). An import of the package therefore does not import torch, so shell completion and other Hydra applications stay
+fast.
 """
 
 from __future__ import annotations

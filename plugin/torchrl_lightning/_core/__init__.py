@@ -1,5 +1,5 @@
 """Helpers without reinforcement learning: files, states, settings, errors, memory and processes.
 
-Code belongs here if several packages use it and it knows no buffer, environment or agent. The few private names of
+Several packages use this code, and it does not depend on buffers, environments or agents. The few private names of
 other libraries are in ``torchrl_compat``.
 """

@@ -73,7 +73,7 @@ class Archive:
             raise ValueError(f"the record {name[:80]!r} is truncated")
         if (
             self._mapped_storage is not None and length and offset % 16 == 0
-        ):  # mapped tensors must be aligned; others are copied
+        ):  # mapped tensors must be aligned; unaligned tensors are copied
             return cast(torch.UntypedStorage, self._mapped_storage[offset : offset + length])
         buffer = torch.empty(length, dtype=torch.uint8)
         self.file.seek(offset)
@@ -96,7 +96,7 @@ class Archive:
 
 
 def _check_directory(file: BinaryIO, size: int) -> None:
-    """Limit the size of a zip file's directory, because zipfile builds an object for each record in it."""
+    """Validate the size of a zip file's directory, because zipfile builds one object for each record."""
     start = max(0, size - _END.size - _LOCATOR64.size - _END64.size)
     file.seek(start)
     tail = file.read()

@@ -1,8 +1,8 @@
-"""Read a checkpoint of plain values and tensors safely: check each size against the file before allocating memory.
+"""Read checkpoints without running code, and check each size against the file before allocating memory.
 
 ``torch.load(weights_only=True)`` does not run code, but it allocates bytearrays of any size, unpacks compressed records
 and trusts shapes and strides. This reader supports the pickle operations that ``torch.save`` writes. It builds only
-plain values, and tensors over the records of the file.
+plain values and tensors. The data of the tensors comes from the records of the file.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def load_checkpoint(source: str | Path | BinaryIO, *, mapped: bool = False) -> A
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The file is damaged, or contains compressed records, other objects than plain values and tensors,
-            or tensors too large for the size of the file.
+        ValueError: The file is damaged or has compressed records, an object is neither a plain value nor a tensor, or
+            the tensors are too large for the size of the file.
     """
     if not isinstance(source, str | Path):
         return _read(source, None)
@@ -78,7 +78,7 @@ class _AllowedFunction:
 
 
 class _StorageType:
-    """A storage class, given by its dtype."""
+    """The dtype that a storage class in a pickle represents."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -92,7 +92,7 @@ class _TypedStorage:
 
 
 class _ArgumentTuple(tuple[Any, ...]):
-    """A tuple with a function, class or storage: valid only as arguments, not as a checkpoint value."""
+    """A tuple that contains a function, class or storage; valid as arguments of a call, but not in a checkpoint."""
 
 
 class _Unpickler:
@@ -184,7 +184,7 @@ class _Unpickler:
 
     # -- building --------------------------------------------------------------------------------------------------
     def push_global(self) -> None:
-        """Push the object for an allowed name."""
+        """Push the object with an allowed name."""
         name = f"{self.read_line()}.{self.read_line()}"
         value = self.names.get("torch.storage.UntypedStorage" if name == "torch.UntypedStorage" else name)
         if value is None:
@@ -199,14 +199,14 @@ class _Unpickler:
         self.stack.append(function.build(*arguments))
 
     def set_attributes(self) -> None:
-        """Set ``_metadata`` (module versions) of an ordered dict, the only supported attribute."""
+        """Set the attribute ``_metadata`` (module versions) of an ordered dict; other attributes are not supported."""
         state, value = self.stack.pop(), self.stack[-1]
         if type(value) is not OrderedDict or type(state) is not dict or not set(state) <= {"_metadata"}:
             raise ValueError("its pickle sets attributes of a value that has none")
         vars(value).update(state)
 
     def push_storage(self) -> None:
-        """Push a storage from its record in the archive."""
+        """Read a storage from its record in the archive, and push it."""
         persistent_id = self.stack.pop()
         if not isinstance(persistent_id, tuple) or len(persistent_id) != 5 or persistent_id[0] != "storage":
             raise ValueError("its pickle has an invalid reference to a storage")
@@ -233,7 +233,7 @@ class _Unpickler:
         return self._view(dtype, typed.storage, offset, size, stride)
 
     def _view(self, dtype: torch.dtype, storage: torch.UntypedStorage, offset: Any, size: Any, stride: Any) -> Tensor:
-        """Return a tensor over a storage; raise ValueError if shape and strides exceed the storage."""
+        """Return a tensor that views a storage; raise ValueError if shape and strides exceed the storage."""
         if not (
             isinstance(size, tuple)
             and isinstance(stride, tuple)

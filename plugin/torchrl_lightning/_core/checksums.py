@@ -24,9 +24,9 @@ _Path = tuple[Any, Any] | None  # the path of the parent, and the key in the par
 
 
 def checksum(node: Any) -> int:
-    """Return the CRC-32 of nested dicts, lists, tensors and plain values, independent of the order of a dict.
+    """Return the CRC-32 of nested dicts, lists, tensors and plain values; the order of dict keys does not matter.
 
-    Other objects count only by their type, and tensors that are not plain only by dtype and shape.
+    Objects of other types contribute only their type. Tensors that are not dense contribute only their dtype and shape.
 
     Examples:
         >>> checksum({"a": torch.ones(2), "b": 1}) == checksum({"b": 1, "a": torch.ones(2)})
@@ -62,7 +62,7 @@ def _node_bytes(node: Any) -> Iterator[Any]:
 
 
 def _tensor_bytes(tensor: Tensor) -> Iterator[Any]:
-    """Yield the bytes of a tensor in the order of its elements; copy a bounded number of them at a time."""
+    """Yield the bytes of a tensor in the order of its elements; copy a bounded number of bytes at a time."""
     if tensor.is_contiguous() or tensor.nbytes <= _CHUNK:
         yield from iter_chunks(tensor.reshape(-1))
         return
@@ -72,7 +72,7 @@ def _tensor_bytes(tensor: Tensor) -> Iterator[Any]:
 
 
 def iter_chunks(rows: Any) -> Iterator[Any]:
-    """Yield the bytes of rows, a bounded number at a time."""
+    """Yield the bytes of rows in chunks of bounded size."""
     step = max(1, _CHUNK // max(1, rows[:1].nbytes))
     for start in range(0, len(rows), step):
         chunk = rows[start : start + step].detach().cpu().contiguous()
@@ -81,7 +81,7 @@ def iter_chunks(rows: Any) -> Iterator[Any]:
 
 
 def is_dense_tensor(tensor: Tensor) -> bool:
-    """Return whether a tensor is strided and not meta, quantized or nested; tensors from files must be plain."""
+    """Return whether a tensor is strided and not meta, quantized or nested; tensors from files must be dense."""
     return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized and not tensor.is_nested
 
 
@@ -122,7 +122,7 @@ def verify_checksums(checkpoint: Mapping[str, Any], where: str) -> None:
     """Validate a checkpoint against its checksums, if it has any.
 
     Raises:
-        ValueError: An entry has another checksum, or a tensor is not plain or repeats its memory.
+        ValueError: The checksum of an entry differs, a tensor is not dense, or a tensor repeats its memory.
     """
     for name in invalid_tensors(checkpoint):
         raise ValueError(f"{where} has a tensor without numbers of its own, {name}; use another checkpoint")
@@ -139,11 +139,11 @@ def verify_checksums(checkpoint: Mapping[str, Any], where: str) -> None:
 
 
 def invalid_tensors(checkpoint: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of tensors that are not plain or that repeat their memory.
+    """Yield the names of tensors that are not dense or that repeat their memory.
 
     Raises:
-        ValueError: There are too many values, levels or characters (lists in a file may contain themselves), or the
-            tensors have many times the bytes of their memory.
+        ValueError: The checkpoint has too many values, levels or characters, for example in a list that contains
+            itself. Or the tensors have many times the bytes of their memory.
     """
     pending: list[tuple[_Path, Any, int]] = [(None, checkpoint, 0)]
     count, characters, elements, storage_bytes = 0, 0, 0, dict[int, int]()

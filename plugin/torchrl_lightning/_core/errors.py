@@ -1,4 +1,7 @@
-"""User errors, and checks of compatibility: the method ``incompatibility`` of a part returns a reason or None."""
+"""User errors, and checks that the parts of a run fit together.
+
+The method ``incompatibility`` of a part returns a reason, or None if the part fits.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,15 @@ from torchrl_lightning._core.protocols import DataApi, LearnerApi
 
 
 class UserError(ValueError):
-    """A user error in a run, not a bug in the program; the user needs only its one-line message."""
+    """A mistake of the user, not a bug in the program; the user needs only the one-line message."""
 
 
 class IncompatibleError(ValueError):
-    """A part does not fit the environment, the learner or the data; the message suggests a part that would."""
+    """A part does not fit the environment, the learner or the data; the message suggests a part that fits."""
 
 
 def check_compatible(part: Any, *others: Any) -> None:
-    """Check with the method ``incompatibility`` that a part fits others; raise IncompatibleError if it does not.
+    """Call the method ``incompatibility`` of a part with the others; raise IncompatibleError if it returns a reason.
 
     Examples:
         >>> class Stack:
@@ -36,7 +39,7 @@ def check_compatible(part: Any, *others: Any) -> None:
 def check_stream(learner: Any, data: Any) -> None:
     """Check that a learner learns from the stream that a DataModule serves; raise IncompatibleError if it does not.
 
-    Both name it in ``stream_kind``; None fits any stream.
+    Learner and DataModule name their stream in ``stream_kind``; None fits any stream.
     """
     learner_api, data_api = LearnerApi.of(learner), DataApi.of(data)
     if (

@@ -1,4 +1,4 @@
-"""Atomic files, and states in folders: one JSON manifest and the binary file that it names, without pickle."""
+"""Write files atomically, and store a state in a folder as a JSON manifest and a binary file, without pickle."""
 
 from __future__ import annotations
 
@@ -49,10 +49,11 @@ _TENSOR, _TUPLE = "__tensor__", "__tuple__"
 
 @contextlib.contextmanager
 def replaced_files(*paths: Path) -> Iterator[list[BinaryIO]]:
-    """Open a temporary file beside each path; when the block ends without an error, flush all, then rename in order.
+    """Open a temporary file in the folder of each path, and rename it to the path after the block.
 
-    The temporary files are new and have unpredictable names, so that no symbolic link is followed. Leftovers
-    of killed processes in the same folders are removed.
+    If the block raises no error, all files are flushed and then renamed in the order of ``paths``. The temporary files
+    are new and have unpredictable names, so that no symbolic link is followed. Leftovers of killed processes in the
+    same folders are removed.
     """
     folders = {path.parent for path in paths}
     for folder in folders:
@@ -86,11 +87,11 @@ def remove_leftovers(folder: Path) -> None:
 
 @contextlib.contextmanager
 def temporary_sibling(target: Path, create: Callable[[Path], None]) -> Iterator[Path]:
-    """Create and lock a temporary file or folder beside the target; remove it after the block if it still exists."""
+    """Create and lock a temporary file or folder next to the target; remove it after the block if it still exists."""
     while True:
         path = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
         create(path)
-        if (lock := _lock(path, True)) is not None:  # otherwise another process took it for a leftover
+        if (lock := _lock(path, True)) is not None:  # otherwise another process removes it as a leftover
             break
     with lock:
         try:
@@ -100,7 +101,7 @@ def temporary_sibling(target: Path, create: Callable[[Path], None]) -> Iterator[
 
 
 def _lock(path: Path, if_unsupported: bool) -> contextlib.ExitStack | None:
-    """Lock a temporary file or folder until the stack is closed or the process ends; return None if it is locked.
+    """Lock a temporary file or folder until the stack is closed or the process ends; return None if that fails.
 
     If the system cannot lock files, ``if_unsupported`` decides whether the file counts as locked.
     """
@@ -143,7 +144,7 @@ def check_writable(folder: Path, name: str) -> None:
 
     Args:
         folder: The folder.
-        name: The setting that names it.
+        name: The name of the setting that contains the folder, for the message.
 
     Raises:
         UserError: The folder, or its nearest existing parent, is not writable.
@@ -159,7 +160,7 @@ class StateFilesMixin:
     """Mixin that writes the declared state of a part to a folder and reads it again."""
 
     def dumps(self: Any, path: str | Path) -> None:
-        """Write the state to a folder: streamed, atomic, without pickle.
+        """Write the state to a folder in chunks, atomically and without pickle.
 
         Raises:
             OSError: The disk is full or not writable; an earlier state stays intact.
@@ -235,7 +236,7 @@ def _write_into(folder: Path, state: Mapping[str, Any]) -> None:
                 f"but at most {MANIFEST_VALUES:,} values in {MANIFEST_BYTES:,} bytes can be read again."
             )
         manifest.write(encoded)
-    for old in folder.iterdir():  # also complete files of killed processes
+    for old in folder.iterdir():  # including complete files that killed processes left
         if old.name != name and _BINARY_NAME.fullmatch(old.name):
             old.unlink(missing_ok=True)
 
@@ -304,7 +305,7 @@ class MappedTensor:
 def read_state_folder(folder: Path, *, streamed: bool = False) -> dict[str, Any]:
     """Read and validate a state that :func:`write_state_folder` wrote; tensors are mapped from the file, not loaded.
 
-    With ``streamed``, large tensors are :class:`MappedTensor`, which keep no pages in memory.
+    With ``streamed``, large tensors are read as :class:`MappedTensor`, which keeps no pages in memory.
     """
     folder = folder.absolute()
     manifest = folder / MANIFEST

@@ -1,4 +1,4 @@
-"""Find the channel axis of an image. Imports nothing heavy."""
+"""Find the channel axis of an image. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 
 def stack_axis(shape: Sequence[int]) -> int:
-    """Return the axis for stacking frames: the channel axis of an image, or a new first axis without channels."""
+    """Return the axis for stacking frames: the channel axis of an image, or a new first axis for other observations."""
     return 2 if channels_are_last(shape) else 0
 
 
 def channels_are_last(shape: Sequence[int]) -> bool:
-    """Return whether images of three dimensions are ``[H, W, C]``.
+    """Return whether images of this shape are ``[H, W, C]``; False unless the shape has three dimensions.
 
     In a square image the two equal sizes are rows and columns, because a stack of small images may have more channels
     than rows. In other images the first or last axis is the channel axis, whichever is smaller.

@@ -1,8 +1,8 @@
-"""Start our own processes faster: import libraries without dependencies that they rarely use.
+"""Start our own processes faster by importing libraries without their rarely used dependencies.
 
 Lightning imports torch's compiler and TorchMetrics, which imports SciPy and matplotlib. TorchRL imports Ray and MuJoCo.
 Stubs replace these modules while the libraries are imported. A later import loads the real module, and names bound to a
-stub resolve on first use. Only the commands, and the processes that collectors start, use this module.
+stub resolve on first use. Only our commands and the processes of collectors use this module.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def _garbage_collection_paused() -> Iterator[None]:
 
 @contextmanager
 def stub_modules(contents: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
-    """Replace modules and their submodules by stubs while this context imports others.
+    """Replace modules and their submodules by stubs during a block that imports other modules.
 
     Args:
-        contents: The names of the modules, each with the attributes of its stub. Imported modules are not replaced.
+        contents: The modules by name, each with the attributes of its stub. Already imported modules are not replaced.
 
     Examples:
         >>> with stub_modules({"mailbox": {}}):
@@ -142,13 +142,13 @@ class LazyAttribute:
 
 
 class _StubFinder(MetaPathFinder, Loader):
-    """Import finder and loader of stubs."""
+    """An import hook that finds and loads stubs."""
 
     def __init__(self, contents: dict[str, Mapping[str, Any]]) -> None:
         self.contents = contents
 
     def root_of(self, name: str) -> str | None:
-        """Return the replaced module that equals or contains a module, or None."""
+        """Return the name in ``contents`` of a module or of a package above it; None if both are missing."""
         return next((root for root in self.contents if f"{name}.".startswith(f"{root}.")), None)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -168,7 +168,7 @@ class _StubFinder(MetaPathFinder, Loader):
         """Run nothing."""
 
     def remove_stub(self, name: str) -> None:
-        """Remove the stub of a replaced module and of all modules below it, so that they can be imported."""
+        """Remove the stubs of a replaced module and its submodules, so that the real modules can be imported."""
         root = self.root_of(name)
         if root is None:
             return
@@ -183,7 +183,7 @@ class _StubFinder(MetaPathFinder, Loader):
 
 
 class DeferredCompilerCalls(MetaPathFinder):
-    """Store calls to torch's compiler at import time, such as ``disable``, and repeat them when it is imported."""
+    """Store calls to torch's compiler, such as ``disable``, and repeat them when the compiler is imported."""
 
     def __init__(self) -> None:
         self._calls: list[Callable[[ModuleType], object]] = []
@@ -225,7 +225,7 @@ class DeferredCompilerCalls(MetaPathFinder):
         return fn
 
     def repeat_on_import(self) -> None:
-        """Repeat the calls when the compiler is imported, or now."""
+        """Repeat the calls when the compiler is imported, or immediately if it is already imported."""
         if COMPILER in sys.modules:
             self._repeat(sys.modules[COMPILER])
         else:

@@ -1,4 +1,4 @@
-"""Delay Ctrl-C in a training process until the run is between two steps. Imports nothing heavy."""
+"""Delay Ctrl-C in a training process until the run is between two steps. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ _NOTICE = (
 
 
 class InterruptHolder:
-    """Hold Ctrl-C while counters, buffer and weights change, so that a checkpoint never mixes two states.
+    """Delay Ctrl-C while counters, buffer and weights change, so that a checkpoint never mixes two states.
 
     Python may raise KeyboardInterrupt between any two instructions, for example after a collector has counted a rollout
-    and before the DataModule has. A second Ctrl-C acts immediately.
+    and before the DataModule has counted it. A second Ctrl-C acts immediately.
 
     Attributes:
-        pending: Whether a Ctrl-C is held.
-        between_steps: Whether the last step is complete and nothing of the next one has changed the run.
-        interrupted_within_step: Whether a second Ctrl-C stopped the run within a step; its state is then inconsistent.
+        pending: Whether a delayed Ctrl-C is waiting.
+        between_steps: Whether the last step is complete and the next step has not yet changed the run.
+        interrupted_within_step: Whether a second Ctrl-C stopped the run within a step. The state of the run is then
+            inconsistent.
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,7 @@ class InterruptHolder:
         self._raises_now = False
 
     def hold(self, owner: object) -> None:
-        """Hold Ctrl-C from now on; do nothing if another owner holds it, or if it does not raise KeyboardInterrupt."""
+        """Delay Ctrl-C from now on; do nothing if another owner delays it, or if another handler is installed."""
         if self._owner is not None or not is_main_thread():
             return
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -43,17 +44,17 @@ class InterruptHolder:
             signal.signal(signal.SIGINT, self._handle)
 
     def release(self, owner: object) -> bool:
-        """Stop holding Ctrl-C; return whether one is pending."""
+        """Stop delaying Ctrl-C; return whether a delayed Ctrl-C is waiting."""
         if self._owner is not owner:
             return False
         self._owner = None
-        if signal.getsignal(signal.SIGINT) == self._handle:  # Lightning ignores it while it shuts down
+        if signal.getsignal(signal.SIGINT) == self._handle:  # Lightning ignores Ctrl-C while it shuts down
             signal.signal(signal.SIGINT, signal.default_int_handler)
         pending, self.pending, self.interrupted_within_step = self.pending, False, False
         return pending
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if a Ctrl-C is pending; call it when the state of the run is consistent."""
+        """Raise KeyboardInterrupt if a Ctrl-C is pending; call this method when the state of the run is consistent."""
         if self.pending:
             self.pending = self.between_steps = False
             raise KeyboardInterrupt

@@ -24,7 +24,7 @@ DEMO = "demo"
 # Entries of replayed steps, such as demonstrations: neither the policy nor the environment produced these steps.
 REPLAYED, DEMO_ACTION, DEMO_SERIAL = ((DEMO, name) for name in ("mask", "action", "serial"))
 
-# TorchRL's transforms write these beside the observations; no network should read them as observations.
+# TorchRL's transforms write these entries next to the observations; networks must not read them as observations.
 BOOKKEEPING = (IS_INIT, "step_count", RECURRENT_STATE)
 # Entries that repeat the previous step, or serve only bookkeeping.
 REPEATED = (COLLECTOR, *FLAGS)
@@ -36,14 +36,14 @@ INTRINSIC_VALUE, INTRINSIC_TARGET = "intrinsic_state_value", "intrinsic_value_ta
 INTRINSIC_ADVANTAGE, CURRENT_LOG_PROB = "intrinsic_advantage", "current_action_log_prob"
 FINISHED = "finished"
 
-# Entries that come with a batch.
+# Entries that are added to a batch.
 INDEX, MASK, WEIGHT, TD_ERROR, SOURCE = "index", "mask", "priority_weight", "td_error", "source"
 STAMPS = ("write_position", "write_generation", "importance_weights")
 FOLDED = ("steps_to_next_obs", "gamma")
 RETURN, STEP_TYPE = "discounted_return", "step_type"
 INPUTS, TARGETS = "inputs", "targets"
 
-# Entries that networks and models pass on within a TensorDict.
+# Entries that networks and models write for each other in a TensorDict.
 FEATURES, ACTION_VALUE, MEMBER, MEMORY_FEATURES = "features", "action_value", "member", "remembered"
 # TorchRL's entries in the same TensorDicts.
 TORCHRL = ("_reset", "episode_reward", "sample_log_prob", "chosen_action_value", "logits", "loc", "scale")
@@ -65,7 +65,7 @@ UNNAMEABLE = frozenset({"shape", "device", "dtype", "space", ""})
 
 
 def check_spec_names(paths: Iterable[tuple[Any, ...]]) -> None:
-    """Validate the names of an observation's entries; raise ValueError if TorchRL's specs cannot hold one.
+    """Validate the names of an observation's entries; raise ValueError if TorchRL's specs do not support a name.
 
     Args:
         paths: The path of each entry from the root.
@@ -108,8 +108,8 @@ def check_not_reserved(names: Iterable[str], suggestions: Mapping[str, str] = Ma
     """Validate the names of an observation's entries; raise ValueError if a name is reserved.
 
     Args:
-        names: The names of its entries.
-        suggestions: The suggested new names of some entries.
+        names: The names of the observation's entries.
+        suggestions: New names to suggest for some entries.
 
     Examples:
         >>> check_not_reserved(["observation", "gamma"])

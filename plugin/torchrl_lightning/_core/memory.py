@@ -33,9 +33,10 @@ LINE = 64  # bytes of a cache line
 
 
 def allocate(size: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Allocate uninitialised memory, on the CPU by NumPy and aligned to a cache line.
+    """Allocate uninitialised memory.
 
-    NumPy requests huge pages, so scattered reads cause fewer page misses.
+    On the CPU, NumPy allocates the memory, aligned to a cache line. NumPy requests huge pages, so scattered reads cause
+    fewer page misses.
     """
     if torch.device(device).type != "cpu":
         return torch.empty(size, dtype=dtype, device=device)
@@ -45,7 +46,7 @@ def allocate(size: int, dtype: torch.dtype, device: torch.device | str) -> Tenso
 
 
 def zeros(size: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Allocate zeros as :func:`allocate` does; on the CPU, the system provides the memory when they are written."""
+    """Allocate zeros like :func:`allocate`; on the CPU, the system provides the memory at the first write."""
     if torch.device(device).type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
     raw = np.zeros(size * dtype.itemsize + LINE, np.uint8)
@@ -59,7 +60,7 @@ def check_free_memory(
     """Validate that enough bytes are free on a device, or on the disk of a folder.
 
     Raises:
-        ValueError: Too few bytes are free; the message gives both numbers, the owner and the remedy.
+        ValueError: Too few bytes are free; the message gives the needed and the free bytes, the owner and the remedy.
     """
     free = free_bytes(torch.device(device), folder)
     if free is not None and needed > free:
@@ -70,7 +71,7 @@ def check_free_memory(
 
 
 def allocate_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate an uninitialised tensor; on the CPU by NumPy, because its huge pages speed up scattered reads."""
+    """Allocate an uninitialised tensor; on the CPU, NumPy's huge pages speed up scattered reads."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -78,9 +79,10 @@ def allocate_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
 
 
 def pack_rows(leaf: Tensor, cells: Tensor | int) -> Tensor:
-    """Copy the first ``cells`` rows, or the rows at these indices, so that a pickle does not include the other rows.
+    """Copy the first ``cells`` rows, or the rows at the indices ``cells``, so that a pickle omits the other rows.
 
-    A ``MemoryMappedTensor`` is returned unchanged: its pickle refers to the file, which the copy then shares.
+    A ``MemoryMappedTensor`` is returned unchanged, because its pickle refers to its file. An unpickled copy shares
+    this file.
     """
     if isinstance(leaf, MemoryMappedTensor):
         return leaf
@@ -102,7 +104,7 @@ def unpack_rows(rows: Tensor, cells: Tensor | int, count: int) -> Tensor:
 
 
 def pack_tree(tree: Tree, cells: Tensor | int) -> Tree:
-    """Copy the first ``cells`` rows of all leaves, or the rows at these indices."""
+    """Copy the first ``cells`` rows of all leaves, or the rows at the indices ``cells``."""
     return map_leaves(lambda leaf: pack_rows(leaf, cells), tree)
 
 
@@ -135,7 +137,7 @@ class UnnamedFile:
 
     @property
     def supports_reopening(self) -> bool:
-        """Whether the system lets other processes open the files of this one (Linux)."""
+        """Whether other processes can open the files of this process, as on Linux."""
         return DESCRIPTORS.exists()
 
     def __reduce__(self) -> Any:
@@ -144,7 +146,7 @@ class UnnamedFile:
 
 
 def _reopen(process: int, descriptor: int, device: int, inode: int) -> UnnamedFile:
-    """Open the unnamed file of another process, or of this one.
+    """Open the unnamed file of another process, or of this process.
 
     Raises:
         RuntimeError: The process has ended, belongs to another user, or runs on another machine.
@@ -166,21 +168,22 @@ def _reopen(process: int, descriptor: int, device: int, inode: int) -> UnnamedFi
 
 
 def map_cells(folder: Path, tree: Tree, rows: int) -> tuple[Tree, UnnamedFile]:
-    """Map leaves of ``rows`` rows each from one new file on the disk of ``folder``; return the leaves and the file.
+    """Create a file on the disk of ``folder``, and map leaves of ``rows`` rows from it; return leaves and file.
 
     The kernel removes the unnamed file when the last process that uses it has ended. So processes may share a folder,
     and a killed process leaves no files. All blocks are reserved first, because a write to a mapped page kills the
-    process if the disk has no block left for it. A missing folder is created.
+    process if the disk is full. A missing folder is created.
 
     Raises:
-        OSError: The folder is not writable, or its disk has too little space; the message gives both numbers.
+        OSError: The folder is not writable, or its disk has too little space; the message gives the needed and the
+            free bytes.
     """
     file = UnnamedFile.create(folder, _offsets(tree, rows)[-1])
     return map_tree(file, tree, rows), file
 
 
 def map_tree(file: UnnamedFile, tree: Tree, rows: int) -> Tree:
-    """Map leaves like the leaves of ``tree``, with ``rows`` rows each, from a file that :func:`map_cells` created."""
+    """Map leaves of ``rows`` rows each from a file that :func:`map_cells` created for ``tree``."""
     *offsets, total = _offsets(tree, rows)
     memory, leaf_offsets = mmap.mmap(file.descriptor, total), iter(offsets)
 
@@ -194,7 +197,7 @@ def map_tree(file: UnnamedFile, tree: Tree, rows: int) -> Tree:
 
 
 def _offsets(tree: Tree, rows: int) -> list[int]:
-    """Return the offset of each leaf in a file, in whole pages, and the size of the file."""
+    """Return the offset of each leaf in a file, a multiple of the page size, and the size of the file."""
     sizes = [rows * math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for _, leaf in leaves_of(tree)]
     *offsets, total = accumulate((-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes), initial=0)
     return [*offsets, max(total, mmap.PAGESIZE)]
@@ -211,7 +214,7 @@ def _reserve_blocks(descriptor: int, size: int, folder: Path) -> None:
                 f"The memory-mapped cells need {format_bytes(size)}, but only {free} are free on the disk of {folder}; "
                 "lower max_size, store smaller dtypes, or give a scratch_dir= on a larger disk",
             ) from error
-        # Some file systems, and macOS, cannot reserve.
+        # macOS and some file systems cannot reserve blocks.
         _logger.warning(
             "the disk of %s cannot reserve the %s of the memory-mapped cells (%s are free now): if it fills up, the "
             "process is killed.",

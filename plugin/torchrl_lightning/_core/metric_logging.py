@@ -1,4 +1,4 @@
-"""Log metrics over the DataModule's frame count, and publish metrics for callbacks to monitor."""
+"""Log metrics with the DataModule's frame count as their step, and publish the metrics that callbacks monitor."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _LogMetricsOverClock:
 def log_over_clock(trainer: Any) -> None:
     """Use the DataModule's frame count as the step of all logged rows of a trainer.
 
-    A logged metric ``step`` would have the same effect, but Lightning also names checkpoints by it.
+    A logged metric ``step`` would have the same effect, but Lightning would also use it in checkpoint names.
     """
     logger_connector(trainer).log_metrics = _LogMetricsOverClock(trainer)
 

@@ -72,7 +72,7 @@ def _is_picklable(value: Any) -> bool:
 class SignatureDescriptor:
     """Descriptor for ``__signature__``, so that ``inspect.signature``, ``help`` and editors find the constructor.
 
-    TorchRL's metaclasses of buffers and samplers hide it by their ``__call__(cls, *args, **kwargs)``.
+    The metaclasses of TorchRL's buffers and samplers hide the constructor by their ``__call__(cls, *args, **kwargs)``.
     """
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:
@@ -96,7 +96,7 @@ ForkingPickler.register(
 
 
 def make_generator() -> torch.Generator:
-    """Return a new generator, seeded from torch's global one."""
+    """Return a new generator, seeded from torch's global generator."""
     return torch.Generator().manual_seed(int(torch.randint(2**62, ())))
 
 
@@ -108,7 +108,7 @@ def check_generator(value: Any) -> torch.Generator:
 
 
 class GeneratorMixin:
-    """Mixin with a random generator: the assigned one, or else a new one that is seeded from torch's global one."""
+    """Mixin with a random generator: the assigned generator, or a new generator from :func:`make_generator`."""
 
     _generator: torch.Generator | None = None
 
@@ -133,7 +133,7 @@ class GeneratorMixin:
         self.generator.set_state(state)
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)  # TorchRL's samplers refuse to be sent to processes, and omit their generator
+        return dict(self.__dict__)  # TorchRL's samplers cannot be sent to processes, and omit their generator
 
 
 def integers_below(high: int, count: int, generator: torch.Generator | None) -> Tensor:
@@ -151,6 +151,6 @@ def uniform(count: int, generator: torch.Generator, dtype: Any = np.float64) -> 
     tensor = torch.from_numpy(values)
     try:
         tensor.uniform_(generator=generator)
-    except RuntimeError:  # as above
+    except RuntimeError:  # a generator on another device
         tensor.copy_(torch.rand(count, dtype=tensor.dtype, generator=generator, device=generator.device))
     return values

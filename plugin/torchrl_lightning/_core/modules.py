@@ -10,7 +10,7 @@ from torch import nn
 
 
 def device_of(module: Any) -> torch.device | None:
-    """Return the device of a module's first parameter or buffer, or None without both."""
+    """Return the device of a module's first parameter or buffer, or None if the module has neither."""
     tensors = chain(module.parameters(), module.buffers()) if isinstance(module, nn.Module) else ()
     return next((tensor.device for tensor in tensors), None)
 
@@ -31,7 +31,7 @@ class EvaluationMode:
     """Context manager that sets modules to evaluation mode and restores the mode of each submodule.
 
     The constructor lists the submodules, so reuse the object if the block is entered often. The attribute ``borrowed``
-    of a module lists modules that it uses but does not own. Other objects than modules are ignored.
+    of a module lists modules that it uses but does not own. Arguments that are not modules are ignored.
     """
 
     def __init__(self, *modules: object) -> None:
@@ -53,6 +53,6 @@ class EvaluationMode:
                 switched.append(module)
 
     def __exit__(self, *error: object) -> None:
-        """Set these modules back to training mode."""
+        """Set the modules that ``__enter__`` changed back to training mode."""
         for module in self._switched.pop():
             module.__dict__.update(training=True)

@@ -13,7 +13,7 @@ from torchrl_lightning._core.state import bounded_integer, check_state, tensor
 
 
 def precision_of(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for subtracting a mean from values: float64 for float64 and integers, else float32.
+    """Return the dtype for subtracting a mean: float64 if the values are float64 or integers, else float32.
 
     Rounding the mean to float32 first would lose small variations at a large offset, such as seconds since 1970.
     """
@@ -47,7 +47,7 @@ class Moments:
 
     @classmethod
     def from_samples(cls, samples: Tensor) -> Moments:
-        """Return the moments of samples ``[B, *F]``, on the CPU; a constant has an exact mean and no spread."""
+        """Return the moments of samples ``[B, *F]``, on the CPU; equal samples have an exact mean and zero spread."""
         values = samples.detach().to("cpu", torch.float64)
         mean = values.mean(0)
         mean += (values - mean).mean(0)  # correct the rounding of the sum
@@ -68,11 +68,11 @@ class Moments:
         return Moments(count, self.mean + shift * (other.count / count), spread)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the moments, copied."""
+        """Return a copy of the moments."""
         return {"count": self.count, "mean": self.mean.clone(), "spread": self.spread.clone()}
 
     def restored(self, state: Mapping[str, Any], owner: str) -> Moments:
-        """Return the moments of a :meth:`state_dict`; raise ValueError if it does not fit samples of this shape."""
+        """Return the moments of a :meth:`state_dict`; raise ValueError if the state does not fit this shape."""
         shape, largest = self.mean.shape, torch.finfo(torch.float64).max
         schema = {
             "count": bounded_integer(),

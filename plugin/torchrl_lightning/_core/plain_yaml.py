@@ -57,7 +57,7 @@ def check_yaml_file(path: str | Path) -> None:
 
 
 def raw_value(config: Any, key: str) -> Any:
-    """Return the plain value at ``a.b.c`` of a config, or None.
+    """Return the plain value at a dotted key of a config, such as ``a.b.c``, or None.
 
     A plain reference such as ``${seed}`` is replaced by its value. Other interpolations may compute anything, so they
     are returned unresolved.

@@ -27,7 +27,7 @@ def is_main_thread() -> bool:
 
 
 def after_fork(function: Callable[[], object]) -> None:
-    """Register a function that every process forked from this one calls; do nothing on Windows."""
+    """Register a function that runs in every process forked from this process; do nothing on Windows."""
     if sys.platform != "win32":
         os.register_at_fork(after_in_child=function)
 
@@ -54,8 +54,8 @@ def _watch_parent(parent: int) -> None:
 
 
 def end_processes(processes: Sequence[BaseProcess], timeout: float) -> None:
-    """Wait ``timeout`` seconds for processes to end, then terminate and finally kill the remaining ones."""
-    processes = [process for process in processes if process.pid is not None]  # started ones only
+    """Wait ``timeout`` seconds for processes to end, then terminate and finally kill the remaining processes."""
+    processes = [process for process in processes if process.pid is not None]  # only started processes
     for method in (None, "terminate", "kill"):
         for process in processes:
             if method is not None and process.is_alive():
@@ -80,10 +80,10 @@ def check_descriptors(count: int, per_process: int) -> None:
 
     Args:
         count: The number of processes.
-        per_process: The least number of descriptors that this process keeps open for each.
+        per_process: The lowest number of descriptors that this process keeps open for each started process.
 
     Raises:
-        UserError: The limit of open files is too low; a user may raise it.
+        UserError: The limit of open files is too low; the user may raise the limit.
     """
     if sys.platform == "win32":
         return

@@ -35,7 +35,7 @@ class _View:
 
     @classmethod
     def of(cls, part: Any) -> Self:
-        """Read the members of an object; None has only defaults."""
+        """Read the members of an object; for None, all members have their default values."""
         return cls(part, **{member.name: getattr(part, member.name, member.default) for member in fields(cls)[1:]})
 
     def _current(self, name: str, default: T) -> T:
@@ -49,20 +49,20 @@ class LearnerApi(_View):
 
     Attributes:
         part: The LightningModule.
-        build: Build the networks for the specs of an environment, once; ``configure_model`` calls it.
+        build: Build the networks once, for the specs of an environment; ``configure_model`` calls this method.
         annotate: Add entries to a time-major rollout ``[T, N]`` before its advantages are estimated.
         rewritten_keys: Return the keys that the learner has rewritten in a replayed batch; these entries are stored.
-        fit_dynamics: Fit a world model to transitions ``[N]`` and validate it on others ``[V]``.
-        imagine: Return imagined transitions ``[N]`` that branch from observations ``[R]``, up to a length.
+        fit_dynamics: Fit a world model to transitions ``[N]`` and validate it on other transitions ``[V]``.
+        imagine: Return transitions ``[N]`` of imagined rollouts from observations ``[R]``, up to a maximum length.
         check_transitions: Validate all stored transitions ``[N]`` before ``begin_fit``.
         begin_fit: Start a fit of a model; the argument is the :class:`~torchrl_lightning.dynamics.DynamicsTargets`.
         apply_schedules: Set learning rates and coefficients from the progress of the run.
-        stream_kind: The name of its stream, as in ``stream_kind`` of a DataModule; None for any stream.
+        stream_kind: The name of the learner's stream, as in ``stream_kind`` of a DataModule; None for any stream.
         suggested_data: A stream to suggest in error messages.
         gamma: The discount, if the learner owns it.
         gamma_intrinsic: The discount of intrinsic rewards, if the learner owns it.
         evaluation_metrics: All metrics that an evaluation logs.
-        training_metrics: All metrics ``train/...``; empty if not all are known.
+        training_metrics: The names of all ``train/...`` metrics; empty unless all names are known.
     """
 
     build: Callable[..., Any] | None = None
@@ -92,7 +92,7 @@ class LearnerApi(_View):
 
     @property
     def can_imagine(self) -> bool:
-        """Whether it has a world model."""
+        """Whether the learner has a world model."""
         return self.fit_dynamics is not None and self.imagine is not None
 
     @property
@@ -127,11 +127,11 @@ class PolicyApi(_View):
 
     Attributes:
         part: The policy.
-        in_keys: The entries that it reads, if it names them.
-        out_keys: The entries that it writes, if it names them.
+        in_keys: The entries that the policy reads, if known.
+        out_keys: The entries that the policy writes, if known.
         get_dist: Return the distribution over actions in a TensorDict.
         clip_actions: Whether its actions are clipped to their Box before the environment receives them.
-        set_worker: Set its worker number and the number of workers of the collector.
+        set_worker: Set the policy's worker number and the number of workers of the collector.
     """
 
     in_keys: Sequence[NestedKey] = ()
@@ -143,11 +143,11 @@ class PolicyApi(_View):
 
 @dataclass(frozen=True)
 class SamplerApi(_View):
-    """A sampler of a replay buffer, ours or TorchRL's.
+    """A sampler of a replay buffer, from this package or TorchRL.
 
     Attributes:
         part: The sampler.
-        supports_uneven_rings: Whether it draws from unevenly filled rings.
+        supports_uneven_rings: Whether the sampler supports unevenly filled rings.
         batch_length: The number of steps in a window; None for single steps.
         episode_ends: The meaning of the end of an episode within a window.
         num_earliest_frames_ignored: The number of oldest steps of each environment that are not drawn.
@@ -163,7 +163,7 @@ class SamplerApi(_View):
 
 @dataclass(frozen=True)
 class EnvsApi(_View):
-    """The vector environment of a documented buffer; it need not be Gymnasium's.
+    """The vector environment of a documented buffer, from Gymnasium or another library.
 
     Attributes:
         part: The environment; None without one.
@@ -179,7 +179,7 @@ class EnvsApi(_View):
 
 @dataclass(frozen=True)
 class CollectorApi(_View):
-    """A collector, ours, TorchRL's or a user's own: an iterable of rollouts with a method ``shutdown``.
+    """A collector of this package, of TorchRL or of the user: it iterates over rollouts and has a method ``shutdown``.
 
     Attributes:
         part: The collector.
@@ -187,13 +187,13 @@ class CollectorApi(_View):
         replays: Whether recorded steps are replayed in some environments.
         clip_actions: Whether actions are clipped to their Box; None if it is unknown.
         num_workers: The number of processes that step environments.
-        total_frames: The number of frames after which it ends; -1 for never.
+        total_frames: The number of frames after which the collector ends; -1 for never.
         yields_shared_memory: Whether ``reused_rows`` yields the same steps in the layout of a replay buffer.
-        yields_owned_rollouts: Whether each rollout has memory of its own.
+        yields_owned_rollouts: Whether each rollout has its own memory.
         service: The replay service to which other processes write rollouts.
         lost_envs: Environments that have lost their unfinished episode; the reader empties the list.
         update_policy_weights_: Copy the learner's weights into the policy that acts.
-        load_state_dict: Restore a state; without it the collector has no state.
+        load_state_dict: Restore a state; a collector without this method is stateless.
         metrics: Return the collector's metrics.
     """
 
@@ -212,7 +212,7 @@ class CollectorApi(_View):
 
     @property
     def env(self) -> Any:
-        """The environment that it steps; None if it is not accessible."""
+        """The environment of the collector; None if it is not accessible."""
         return self._current("env", None)
 
     @property
@@ -232,13 +232,13 @@ class SourceApi(_View):
 
     Attributes:
         part: The source.
-        buffers: The buffers that it draws from, first the buffer of collected steps; None if they are unknown.
+        buffers: The buffers from which the source samples, first the buffer of collected steps; None if unknown.
         prepare: Prepare the next batch with the LightningModule, e.g. by imagining rows.
-        samples_per_insert: The number of times that each row is drawn, if the source decides it.
-        extend: Write steps as the buffer does, if the source stores rows itself; the buffer then stays empty.
-        cut: End the running trajectories of environments in these rows.
-        metrics: Return metrics of these rows.
-        shutdown: End its processes; may be called repeatedly.
+        samples_per_insert: The number of times that each row is sampled, if the source controls this number.
+        extend: Write steps like the buffer's ``extend``, if the source stores rows itself; the buffer then stays empty.
+        cut: End the running trajectories of environments in the rows that the source stores.
+        metrics: Return metrics of the stored rows.
+        shutdown: End the processes of the source; may be called repeatedly.
     """
 
     buffers: Sequence[Any] | None = None
@@ -251,30 +251,30 @@ class SourceApi(_View):
 
     @property
     def stores_rows(self) -> bool:
-        """Whether it stores rows itself; it then also has ``accepts_shared_rows`` and a length."""
+        """Whether the source stores rows itself; if True, it also has ``accepts_shared_rows`` and a length."""
         return None not in (self.extend, self.metrics, self.shutdown)
 
 
 @dataclass(frozen=True)
 class DataApi(_View):
-    """A DataModule, ours or a user's own, from the view of learners and callbacks.
+    """A DataModule of this package or of the user, with the members that learners and callbacks use.
 
     Attributes:
         part: The DataModule; None without one.
-        stream_kind: The name of the stream that it serves.
+        stream_kind: The name of the stream that the DataModule serves.
         suggested_model: A learner to suggest in error messages.
         total_frames: The number of frames after which training stops; -1 for never.
         seed: The seed of the run.
         buffer: The buffer, once it is built.
         make_collector: The setting ``collector``; False without this setting.
-        frames_per_batch: The setting of this name.
-        num_mini_batch: The setting of this name.
+        frames_per_batch: The setting ``frames_per_batch``.
+        num_mini_batch: The setting ``num_mini_batch``.
         resolved_updates_per_epoch: The number of updates in an epoch.
-        dataset_share: The setting of this name.
-        terminated: The setting of this name.
+        dataset_share: The setting ``dataset_share``.
+        terminated: The setting ``terminated``.
         eval_env: The environment of evaluations.
         record_video: Write a video of one episode of a policy in ``eval_env``.
-        has_imagined_rows: Return whether batches hold rows that a learner's world model imagines.
+        has_imagined_rows: Return whether batches contain rows that a learner's world model imagines.
         check_state: Validate a state of a checkpoint before it is loaded.
         metrics: Return the metrics of the last rollout or epoch.
         episode_metrics: The names of metrics that exist from the first finished episode on.

@@ -1,4 +1,4 @@
-"""Stop all ranks of a run at the same step after a signal to any of them."""
+"""Stop all ranks of a run at the same step after any rank has received a signal."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from torchrl_lightning._core.signal_observer import observer
 from torchrl_lightning._core.slurm import job_id, requeue
 
 _TARGET = 0.5  # seconds between two agreements
-_PATIENCE = 30.0  # seconds until a process ends without an agreement
-_REPEATED = 1.0  # seconds in which further signals count as the same: schedulers and launchers send several
+_PATIENCE = 30.0  # seconds after which a process ends if the ranks do not agree
+_REPEATED = 1.0  # signals within these seconds count as one, because schedulers and launchers send several
 _PRIORITY: list[int] = [signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if sys.platform != "win32" else [])]
 
 _NOTE = (
@@ -34,15 +34,15 @@ _NOTE = (
 class RankStop:
     """Agree with the other ranks on the step at which all of them stop.
 
-    A rank that stops on its own leaves the others in a collective operation, and a checkpoint needs all ranks.
-    Therefore a signal only sets a flag. All ranks reduce their flags after the same number of steps, about twice a
-    second, and raise the same exception at the same step. A second signal, or 30 seconds without an agreement, ends the
-    process.
+    If a rank stopped on its own, the other ranks would wait forever in a collective operation. A checkpoint also needs
+    all ranks. Therefore a signal only sets a flag. All ranks reduce their flags after the same number of steps, about
+    twice a second, and raise the same exception at the same step. A second signal, or 30 seconds without an agreement,
+    ends the process.
 
     Attributes:
-        is_active: Whether a run of several ranks is going to stop together.
-        agreed: The signal at which the ranks have stopped, or None.
-        processes: The processes of the other ranks that this rank has launched and must wait for, by rank from 1 on.
+        is_active: Whether this object handles the signals of a run with several ranks.
+        agreed: The signal after which the ranks have agreed to stop, or None.
+        processes: The processes of the other ranks that this rank has launched and must wait for, in order of rank.
     """
 
     def __init__(self) -> None:
@@ -50,15 +50,15 @@ class RankStop:
         self.agreed: int | None = None
         self._owner: object = None
         self._device = torch.device("cpu")
-        self._launched: list[subprocess.Popen[bytes]] = []  # Lightning's list, which its observer of processes reads
+        self._launched: list[subprocess.Popen[bytes]] = []  # Lightning's list, which its process observer reads
         self.processes: list[subprocess.Popen[bytes]] = []
         self._handlers: dict[int, Any] = {}
-        self._signals: dict[int, float] = {}  # received signals and the time of the first one
+        self._signals: dict[int, float] = {}  # received signals, and the time when each first arrived
         self._steps = _Interval(1)
         self._evaluation: _Interval | None = None
 
     def begin(self, owner: object, trainer: Any) -> None:
-        """Handle Ctrl-C, SIGTERM and SLURM's SIGUSR1 for all ranks; do nothing with one rank or another owner."""
+        """Handle Ctrl-C, SIGTERM and SLURM's SIGUSR1 for all ranks; do nothing for a single rank or a second owner."""
         if self._owner is not None or world_size() == 1 or sys.platform == "win32" or not is_main_thread():
             return
         self.is_active, self._owner, self._device = True, owner, trainer.strategy.root_device
@@ -71,7 +71,7 @@ class RankStop:
         observer.add(self._note)
 
     def end(self, owner: object) -> None:
-        """Restore the handlers, or wait for the processes of the other ranks if all have stopped."""
+        """Restore the signal handlers; after an agreement, ignore signals and wait for the other ranks' processes."""
         if self._owner is not owner or owner is None:
             return
         self.is_active, self._owner = False, None
@@ -86,7 +86,7 @@ class RankStop:
                 process.kill()
 
     def check(self) -> None:
-        """Raise the common exception if any rank has received a signal; all ranks call it after the same steps.
+        """Raise the common exception if any rank has received a signal; all ranks call this after the same steps.
 
         Raises:
             KeyboardInterrupt: A rank has received Ctrl-C.
@@ -96,13 +96,13 @@ class RankStop:
             self._agree(self._steps)
 
     def check_evaluation(self) -> None:
-        """Raise the common exception within an evaluation, in which ranks may take different numbers of steps."""
+        """Raise the common exception within an evaluation; ranks may take different numbers of steps there."""
         if self._evaluation is not None and self._evaluation.is_due():
             self._agree(self._evaluation)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Let the ranks stop within an evaluation that all of them make; wait until all have completed it."""
+        """Let the ranks stop within an evaluation on all ranks; wait after the block until all ranks complete it."""
         if self._owner is None:
             yield
             return
@@ -115,9 +115,9 @@ class RankStop:
             self._evaluation = None
 
     def _agree(self, interval: _Interval, is_done: bool = False) -> bool:
-        """Reduce the flags of all ranks; return whether all have completed the evaluation."""
+        """Reduce the flags of all ranks; return whether all ranks have completed the evaluation."""
         priority = max((_PRIORITY.index(number) + 1 for number in self._signals), default=0)
-        # The maximum of the elapsed times is the same on all ranks, and so is the next interval.
+        # All ranks receive the same maximum of the elapsed times, so they compute the same next interval.
         values = torch.tensor([priority, not is_done, interval.elapsed()], dtype=torch.float32, device=self._device)
         dist.all_reduce(values, dist.ReduceOp.MAX)
         agreed, going, elapsed = values.tolist()
@@ -138,7 +138,8 @@ class RankStop:
     def keep_process(self) -> None:
         """Let this process close and report before it ends.
 
-        Lightning's observer kills all ranks within five seconds after one has ended. It stops when its list is empty.
+        Lightning's observer kills all ranks within five seconds after one rank has ended. The observer stops when its
+        list of processes is empty.
         """
         if self._launched:
             self.processes = list(self._launched)

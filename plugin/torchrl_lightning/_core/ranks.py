@@ -27,7 +27,7 @@ def world_size() -> int:
 
 
 def broadcast_from_rank_zero(value: Value) -> Value:
-    """Return the value of rank 0 on all ranks; the value itself without a process group."""
+    """Return the value of rank 0 on all ranks; without a process group, return the argument."""
     if not is_distributed():
         return value
     values = [value]

@@ -1,4 +1,4 @@
-"""Comparison of returns with thresholds."""
+"""Compare the returns of episodes with thresholds."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ TOLERANCE = 1e-6
 
 
 def reaches(total: float, threshold: float) -> bool:
-    r"""Return whether a return reaches a threshold \(c\): whether it is at least \(c - 10^{-6} \max(1, |c|)\).
+    r"""Return True if an episode's return is at least \(c - 10^{-6} \max(1, |c|)\), for a threshold \(c\).
 
-    Rewards are stored in float32, and a return is their sum in float64: it differs from the user's number by rounding.
+    Rewards are stored in float32 and summed in float64, so a return differs from the user's number by rounding.
 
     Args:
         total: The return, summed in float64. NaN reaches no threshold.

@@ -1,4 +1,4 @@
-"""Names and readers of the records of a run: its command and its score. Imports nothing heavy."""
+"""Names of the stored command and score of a run, and functions that read them. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrl_lightning._core.file_limits import LOG_BYTES, LOG_LINE, LOG_LINES
 from torchrl_lightning._core.untrusted import open_regular, printable
 
 COMMAND = "command"  # checkpoint entry with the chosen config groups and the overrides
-# Column of the score of a run: the mean return of the evaluation after training, which sweepers receive.
+# Column of a run's score, the mean return of the evaluation after training. Sweepers receive this score.
 SCORE = "final/return"
 ENDED_EARLY = "final/ended_early"  # frames after which a badly performing run was stopped
 METRICS = Path("csv") / "metrics.csv"

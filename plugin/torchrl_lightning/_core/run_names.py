@@ -1,4 +1,4 @@
-"""Name runs in folders below ``paths.log_dir`` and in plot legends. Imports nothing heavy."""
+"""Build the names of runs for folders below ``paths.log_dir`` and for legends. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from torchrl_lightning._core.slurm import job_id
 from torchrl_lightning._hydra.compat import register_resolver
 
-# Settings that end a run: a resumed run has a later end than the original run.
+# Settings that end a run. A resumed run may end later than the original run.
 ENDS = {"data.total_frames", "trainer.max_epochs", "trainer.max_steps", "trainer.max_time"}
 _MAX_LENGTH = 120  # characters of a folder's name
 # Groups that form the name of a run without an experiment.
 _NAME_GROUPS = ("model", "env", "data")
-# Choices that do not affect learning, so that they do not distinguish runs.
+# Choices that do not affect learning, and therefore do not distinguish runs.
 _IGNORED_GROUPS = {
     *("seed", "experiment", "ckpt_path", "trusted", "task_name", "eval_episodes", "eval_checkpoint"),
     *("hparams_search", "hydra", "logger", "paths"),
@@ -24,7 +24,7 @@ _IGNORED_GROUPS = {
 
 
 def base_name(choices: Mapping[str, str | None]) -> str:
-    """Return the experiment among Hydra's choices or, without one, model, environment and data joined by underscores.
+    """Return the chosen experiment; without an experiment, join model, environment and data by underscores.
 
     Examples:
         >>> base_name({"experiment": "ppo_cartpole", "model": "ppo", "env": "cartpole", "data": "gae"})
@@ -60,7 +60,7 @@ def in_order(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def folder_name(choices: Mapping[str, str | None], overrides: Iterable[str]) -> str:
-    """Join a run's base name and changed settings, except its end, without characters that need quotes in a shell.
+    """Join a run's base name and changed settings except ``ENDS``; replace characters that need quotes in a shell.
 
     A name that is too long for a folder is cut and ends in a hash of all parts.
 
@@ -88,7 +88,7 @@ def _hash(parts: Iterable[str]) -> str:
 
 
 def final_overrides(overrides: Iterable[str]) -> list[str]:
-    """Sort the overrides of a run, the last one for each setting, without ``ckpt_path`` and ``trusted``.
+    """Return the last override of each setting, sorted, without ``ckpt_path`` and ``trusted``.
 
     Examples:
         >>> final_overrides(["seed=3", "ckpt_path=auto", "env=acrobot", "seed=4"])

@@ -1,8 +1,9 @@
-"""Settings as class fields: each is annotated once with its check, inherited, and visible in ``help`` and editors.
+"""Declare settings as class fields with checks, which subclasses inherit and ``help`` and editors display.
 
 attrs and dataclasses do not fit here. OmegaConf turns their instances into configs, so ``hydra.utils.instantiate``
-fails on an agent that is passed to it; LightningCLI's subclass mode refuses such base classes; a generated
-``__setattr__`` bypasses the registration of modules; and attrs has no init-only fields for the arguments of a base.
+fails if an agent is an argument. LightningCLI's subclass mode rejects attrs classes and dataclasses as bases. The
+generated ``__setattr__`` bypasses the registration of modules. attrs stores every field, so a field cannot serve only
+as an argument for a base.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def choices(*options: Any) -> Check:
 
 
 def default_factory(make: Callable[[], Any]) -> Check:
-    """Return a check that replaces None by a default that ``make`` builds, for use in an annotation."""
+    """Return a check that replaces None by the result of ``make()``, for use in an annotation."""
     return lambda value, name: make() if value is None else value
 
 
@@ -67,10 +68,10 @@ class Setting:
         kw_only: False for a positional argument.
         name: The name of the argument.
         init: False for a computed attribute that is not an argument.
-        attribute: The attribute that stores it; empty if the constructor of the other bases takes it.
+        attribute: The attribute that stores the setting; empty if only the constructor of the other bases receives it.
         annotation: The type as written in the class.
         value_type: The evaluated type; ``Any`` if its names are imported only for type checkers.
-        check: Function of the value and the name of the setting that validates and returns the value to store.
+        check: Function that takes the value and the name of the setting, and returns the validated value to store.
     """
 
     default: Any = _REQUIRED
@@ -108,13 +109,13 @@ def computed(*, init: Literal[False] = False) -> Any:
 
 @dataclass_transform(kw_only_default=True, eq_default=False, field_specifiers=(setting, computed))
 class Settings:
-    """Base of classes that declare their settings: attributes with a type and a default, own and inherited.
+    """Base of classes that declare their settings as attributes with a type and a default.
 
-    A setting is passed by name and stored as an attribute. The check in its annotation runs before anything else, so no
-    object has invalid settings. Then ``_init_bases`` passes the settings annotated as ``InitVar``, which are not
-    stored, to the constructor of the other bases. ``__post_init__`` of the class does the rest. Positional settings
-    come after the positional settings of the bases, unless the class declares these again. A subclass with its own
-    ``__init__`` is built like any other class.
+    A setting is passed by name and stored as an attribute. The check in its annotation runs before anything else, so an
+    object never has invalid settings. Then ``_init_bases`` passes the settings annotated as ``InitVar`` to the
+    constructor of the other bases, without storing them. Finally ``__post_init__`` completes the object. The positional
+    settings of the bases come before the positional settings of the class, unless the class declares them again. A
+    subclass with its own ``__init__`` is built like any other class.
 
     Raises:
         TypeError: A setting is unknown, or a required setting is missing.
@@ -151,7 +152,7 @@ class Settings:
         cls.__init__ = _constructor(cls)  # type: ignore[method-assign]
 
     def _init_bases(self, **arguments: Any) -> None:
-        """Call the constructor of the other bases; a class whose base takes other arguments overrides this."""
+        """Call the constructor of the other bases; override this method if a base takes other arguments."""
         super().__init__(**arguments)
 
     def __post_init__(self) -> None:
@@ -169,9 +170,9 @@ class Settings:
         """Validate that a setting without effect has its default value; raise ValueError with the remedy if not.
 
         Args:
-            name: The setting; a class without it passes.
-            has_effect: Whether the other settings let it have an effect.
-            needs: The requirement for an effect.
+            name: The setting. A class without this setting is valid.
+            has_effect: Whether the values of the other settings let this setting have an effect.
+            needs: The requirement for an effect, for the message.
         """
         setting = self.settings_of_class.get(name)
         if has_effect or setting is None:
@@ -183,8 +184,8 @@ class Settings:
 def _declared_settings(cls: type[Settings]) -> tuple[dict[str, Setting], set[str]]:
     """Return the settings that a class declares, and the names of its computed attributes.
 
-    All are deleted from the class, because they would hide attributes of a base. Plain settings, such as numbers,
-    switches and names, are also validated on later assignments.
+    Their class attributes are deleted, because they would hide attributes of a base. Plain settings, such as
+    numbers, switches and names, are also validated on later assignments.
     """
     declared: dict[str, Setting] = {}
     computed_names = set[str]()
@@ -270,7 +271,7 @@ def _check_in(annotation: Any) -> Check | None:
 
 
 def _accepted_type(setting: Setting) -> Any:
-    """Return the type of the values that a setting accepts, with None if that is its default."""
+    """Return the type of the values that a setting accepts, including None if None is the default."""
     plain_type = _without_checks(setting.value_type)
     return plain_type | None if setting.default is None else plain_type
 
@@ -279,7 +280,7 @@ _PLAIN_ORIGINS = (Literal, tuple, list, dict, Sequence, Mapping)
 
 
 def _is_plain(annotation: Any) -> bool:
-    """Return whether a setting is a number, switch, name, key, list, dict or None: ``nn.Module`` stores it as it is."""
+    """Return whether ``nn.Module`` stores a setting unchanged: a number, switch, name, key, list, dict or None."""
     plain_type = _without_checks(annotation)
     members = typing.get_args(plain_type) if _is_union(plain_type) else (plain_type,)
     simple_types = int, float, bool, str, NestedKey, type(None)
@@ -287,7 +288,7 @@ def _is_plain(annotation: Any) -> bool:
 
 
 def _is_free(cls: type, name: str) -> bool:
-    """Return whether no base has an attribute of this name, such as a property, other than a :class:`Checked`."""
+    """Return True if the class does not yet have this attribute, or has it only as a :class:`Checked`."""
     existing = inspect.getattr_static(cls, name, None)
     return existing is None or isinstance(existing, Checked)
 

@@ -1,4 +1,4 @@
-"""Observe signals in a thread, also while the main thread is outside Python. Imports nothing heavy."""
+"""Observe signals in a thread, even while the main thread is outside Python. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class SignalObserver:
     """Call listeners with the number of each received signal that has a Python handler.
 
     Python runs a handler when the main thread returns to Python. A process that waits in a library, for example for
-    other ranks, never runs it. Python writes the number to a pipe immediately, and a thread reads this pipe.
+    other ranks, never runs the handler. But Python writes the number to a pipe immediately, and a thread reads this
+    pipe.
     """
 
     def __init__(self) -> None:
@@ -25,7 +26,7 @@ class SignalObserver:
         self._written = -1  # write end of the pipe
 
     def add(self, listener: Listener) -> None:
-        """Call a listener from now on, in the observer's thread; without effect on Windows or outside the main thread.
+        """Call a listener in the observer's thread from now on; do nothing on Windows or outside the main thread.
 
         Another library may have replaced the file descriptor for signal numbers, so every call sets it again.
         """
@@ -55,7 +56,7 @@ observer = SignalObserver()
 
 
 def _renew() -> None:
-    # The pipe of the parent must not receive the signals of a forked process, which has no observing thread.
+    # The pipe of the parent must not receive the signals of a forked process, because no thread observes them there.
     if observer._written >= 0:
         signal.set_wakeup_fd(-1)
     observer.__init__()  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Detect and requeue SLURM batch jobs through SLURM's environment variables. Imports nothing heavy."""
+"""Detect and requeue SLURM batch jobs through SLURM's environment variables. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def is_requeued() -> bool:
 
 @contextmanager
 def requeued_on_signal() -> Iterator[None]:
-    """End the block on SIGUSR1 in the same way as on SIGTERM, and requeue the job.
+    """Treat SIGUSR1 as SIGTERM within the block; after a SIGUSR1, requeue the job at the end of the block.
 
-    SLURM sends SIGUSR1 before a job's time limit. Lightning's own handler saves in the middle of any operation and
-    continues. SIGTERM ends the current batch and saves the state before the job is requeued.
+    SLURM sends SIGUSR1 before a job's time limit. Lightning's own handler would save in the middle of an operation and
+    continue. SIGTERM ends the current batch and saves the state before the job is requeued.
     """
     is_requested = False
 

@@ -3,7 +3,7 @@
 A part derives from :class:`Stateful` and lists the entries of its state in ``STATE``, in the order of loading:
 
 ==================== =================================================================================================
-:class:`Attribute`   an attribute, which is set to a copy; without a check, a constructor argument, which must be equal
+:class:`Attribute`   an attribute that is set to a copy; or, without a check, a constructor argument that must be equal
 :class:`InPlace`     a tensor or array that is filled in place, because other objects share it
 :class:`Child`       a part that is :class:`Stateful` itself, or None
 ==================== =================================================================================================
@@ -18,8 +18,8 @@ value")``. If the check depends on the part, pass a function of the part that re
 An attribute may be nested, as ``"table.alpha"``, or a property that converts from and to the saved value.
 
 Hooks: ``_validate_consistency(values)`` raises ValueError if entries conflict, and ``_post_load()`` updates derived
-attributes. Override :meth:`~Stateful.validate_state` or :meth:`~Stateful.apply_state` and call ``super()`` to take a
-lock, or to handle a value that no entry can describe.
+attributes. To take a lock, or to handle a value that no entry can describe, override :meth:`~Stateful.validate_state`
+or :meth:`~Stateful.apply_state` and call ``super()``.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def check_state(
 ) -> dict[str, Any]:
     """Validate a state of ``owner`` by a schema, and return the value to store for each entry of the schema.
 
-    Other entries are ignored. If ``version`` is given, ``schema_version`` must equal it. ``together`` validates the
-    values together. The ValueError names the entry, the received and the expected value.
+    Other entries are ignored. If ``version`` is given, ``schema_version`` must equal it. ``together`` checks the
+    values for conflicts. The ValueError contains the entry, the received value and the expected value.
     """
     if not isinstance(state, Mapping):
         raise ValueError(f"The {owner} state must be a dict, got {describe_value(state)}.")
@@ -134,7 +134,7 @@ def number(low: float = -math.inf, high: float = math.inf) -> Check:
 
 
 def fields(owner: str, schema: Mapping[str, Check]) -> Check:
-    """Expect a dict with the entries of a schema, and return the value to store for each."""
+    """Expect a dict with the entries of a schema, and return the value to store for each entry."""
     return lambda value, name: check_state(value, schema, owner)
 
 
@@ -144,7 +144,7 @@ def list_of(check: Check) -> Check:
 
 
 def same(expected: Any, owner: str, argument: str = "") -> Check:
-    """Expect the build value of the owner; ``argument`` is its constructor argument, by default the entry's name."""
+    """Expect the value that the constructor of the owner received as ``argument``, by default the entry's name."""
 
     def check(value: Any, name: str) -> Any:
         if type(value) is not type(expected) or value != expected:
@@ -166,7 +166,7 @@ def tensor(
     high: float | Tensor | None = None,
     anywhere: bool = False,
 ) -> Check:
-    """Expect a tensor with values in ``[low, high]``, on the CPU unless ``anywhere``; None allows any size."""
+    """Expect a tensor with values in ``[low, high]``, on the CPU unless ``anywhere``; None in ``shape`` is any size."""
 
     def check(value: Any, name: str) -> Tensor:
         is_match = (
@@ -221,10 +221,10 @@ class Attribute:
         check: Returns the value to store. Without ``check`` and ``check_for``, the attribute is a build value: the
             constructor sets it, and a state with another value is rejected.
         attribute: The path of the attribute in the part; the entry's name by default.
-        to_saved: Returns the saved form of the attribute's value, and need not copy.
+        to_saved: Returns the saved form of the attribute's value; the form may share memory with the value.
         check_for: Returns the check for a part, instead of ``check``.
-        exists_if: The name of an attribute of the part: the entry exists only if that attribute is true. By default, it
-            always exists.
+        exists_if: The name of another attribute of the part. The entry exists only if that attribute is true; by
+            default, the entry always exists.
         argument: The constructor argument of a build value; the entry's name by default.
     """
 
@@ -242,7 +242,7 @@ class Attribute:
         return type(self) is Attribute and self.check is None and self.check_for is None
 
     def save(self, part: Any, path: str, copy: bool) -> Any:
-        """Return the entry of a part's state, copied or not."""
+        """Return the entry of a part's state; ``copy`` decides whether it is a copy."""
         value = attrgetter(path)(part)
         return to_plain(value if self.to_saved is None else self.to_saved(value), copy)
 
@@ -282,7 +282,7 @@ class InPlace(Attribute):
 
 @dataclass(frozen=True)
 class Child(Attribute):
-    """Entry for the state of a child, which validates and loads it itself; None without a child."""
+    """Entry for the state of a child, which the child validates and loads; None without a child."""
 
     def save(self, part: Any, path: str, copy: bool) -> Any:
         """Return the state of the child."""
@@ -305,10 +305,11 @@ GENERATOR = Attribute(check_for=lambda part: generator(part.generator.device), a
 
 
 class Stateful:
-    """Base of parts with a declared state: plain data, copied when saved and loaded, and loaded entirely or not at all.
+    """Base of parts with a declared state, which is loaded entirely or not at all.
 
-    List it before the bases of TorchRL and Lightning, because it replaces their methods of the same names. A subclass
-    repeats the entries of its base: ``STATE = {**Base.STATE, "more": Attribute(flag)}``.
+    A state is plain data, which is copied when it is saved and loaded. List this base before the bases of TorchRL and
+    Lightning, because it replaces their methods of the same names. A subclass repeats the entries of its base:
+    ``STATE = {**Base.STATE, "more": Attribute(flag)}``.
 
     Attributes:
         STATE: The entries, in the order of loading.
@@ -356,7 +357,7 @@ class Stateful:
         """Return the complete state: tensors and scalars only.
 
         Args:
-            copy: Return copies; otherwise views, for a caller that reads them immediately.
+            copy: Return copies. False returns views, for a caller that reads them immediately.
         """
         state = {name: entry.save(self, path, copy) for name, entry, path in self._entries()}
         return state if self.VERSION is None else {"schema_version": self.VERSION, **state}
@@ -400,7 +401,7 @@ class Stateful:
 
 
 def to_plain(value: Any, copy: bool) -> Any:
-    """Convert a value for a state, also within dicts and lists: arrays to tensors; ``copy`` also copies and gathers."""
+    """Convert the arrays in a value to tensors, also within dicts and lists; ``copy`` copies and gathers all rows."""
     if isinstance(value, dict):
         return {key: to_plain(item, copy) for key, item in value.items()}
     if type(value) in (list, tuple):

@@ -1,4 +1,4 @@
-"""Suggest known names for an unknown name. Imports nothing until a name is unknown."""
+"""Suggest known names for an unknown name. This module imports nothing until a name is unknown."""
 
 from __future__ import annotations
 

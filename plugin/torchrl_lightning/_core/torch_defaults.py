@@ -20,7 +20,7 @@ def check_default_dtype() -> None:
 
 @contextmanager
 def float32_by_default() -> Iterator[None]:
-    """Build layers in float32, as in a checkpoint, whatever torch's default dtype is."""
+    """Build layers in float32, the dtype of checkpoints, for any default dtype of torch."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

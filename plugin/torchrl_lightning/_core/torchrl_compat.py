@@ -63,12 +63,12 @@ def new_tensorclass(cls: type[C], source: TensorDictBase, others: dict[str, Any]
 
 
 def entries_of(data: TensorDictBase) -> dict[str, Any]:
-    """Return the entries of one level of a TensorDict, read-only: a plain TensorDict returns its own dict."""
+    """Return the entries of one level of a TensorDict; do not change the result, which may be the internal dict."""
     return data._tensordict if type(data) is TensorDict else dict(data.items())
 
 
 def set_entry(data: TensorDictBase, name: str, value: Tensor) -> None:
-    """Set an entry of matching shape and device; an unlocked plain TensorDict skips the checks of ``set``."""
+    """Set an entry of matching shape and device; skip the checks of ``set`` for an unlocked plain TensorDict."""
     if type(data) is TensorDict and not data.is_locked:
         data._tensordict[name] = value
     else:
@@ -76,12 +76,12 @@ def set_entry(data: TensorDictBase, name: str, value: Tensor) -> None:
 
 
 def attached_entities(storage: Storage) -> Iterator[Any]:
-    """Iterate over the entities attached to a storage; they are notified of written cells."""
+    """Iterate over the entities that are attached to a storage and are notified of written cells."""
     return iter(storage._attached_entities_iter())
 
 
 def alias(name: str, *names: str) -> Any:
-    """Return a property for a private attribute, or a read-only one for a tuple of several; reading runs no Python."""
+    """Return a property for one private attribute, or a read-only property for several; reading runs no Python code."""
     return property(attrgetter(name, *names), None if names else lambda instance, value: setattr(instance, name, value))
 
 
@@ -117,7 +117,8 @@ class StorageBase(NoCheckpointerMixin, LazyTensorStorage):
         self.initialized = value is not None
         self.__dict__.pop("_total_shape_value", None)
 
-    # TorchRL always keeps the length in shared memory, but positions and cells are private until shared.
+    # TorchRL always keeps the length in shared memory. Here the length is private until the storage is shared, like
+    # positions and cells.
     @property
     def _len(self) -> Any:
         return LazyTensorStorage._len.fget(self) if self._shared else self._own_length
@@ -155,7 +156,7 @@ class StorageBase(NoCheckpointerMixin, LazyTensorStorage):
         self._bump_mutation_revision()
 
     def bump_revision(self) -> None:
-        """Increment the revision without the lock between processes; any change of the number is enough."""
+        """Increment the revision without locking out other processes; any change of the number is enough."""
         self._mutation_revision_value.get_obj().value += 1
 
     def draw(self, count: int) -> Tensor:
@@ -200,7 +201,7 @@ class WriterBase(StateFilesMixin, Writer):
         self.write_count = 0  # rows written since the buffer was last emptied
 
     def notify(self, index: Tensor) -> None:
-        """Notify every entity attached to the storage of the written cells."""
+        """Mark the written cells as updated in every entity that is attached to the storage."""
         for entity in attached_entities(self._storage):
             entity.mark_update(index)
 
@@ -214,7 +215,7 @@ class WriterBase(StateFilesMixin, Writer):
 
 
 class SamplerMeta(type(Sampler)):  # type: ignore[misc]
-    """Metaclass that rejects ``replacement``, because TorchRL's metaclass removes it before the constructor."""
+    """Metaclass that rejects ``replacement``, because TorchRL's metaclass hides this argument from the constructor."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Build a sampler; raise TypeError for the argument ``replacement``."""
@@ -233,7 +234,7 @@ class SamplerHooks(StateFilesMixin, GeneratorMixin, metaclass=SamplerMeta):
     __signature__ = SignatureDescriptor()
     RUNTIME_ARGUMENTS: ClassVar[tuple[str, ...]] = ("generator",)
 
-    # A TorchRL buffer without a generator assigns None; the sampler then keeps its own.
+    # A TorchRL buffer without a generator assigns None; the sampler then keeps its own generator.
     @property
     def _rng(self) -> torch.Generator:
         return self.generator
@@ -276,9 +277,9 @@ class BufferBase(TensorDictReplayBuffer):
     generator = alias("_rng")
     """The random generator."""
     thread_lock = alias("_replay_lock")
-    """The lock between threads."""
+    """The lock for threads."""
     write_lock = alias("_write_lock")
-    """The lock of writers, across threads and processes."""
+    """The lock for writers in all threads and processes."""
     prefetches = alias("_prefetch")
     """Whether batches are prefetched."""
     prefetch_cap = alias("_prefetch_cap")
@@ -292,26 +293,26 @@ class BufferBase(TensorDictReplayBuffer):
     sample_path_settings = alias("_prefetch", "_pin_memory", "_service_shutdown", "_sample_unit", "_sample_dependency")
     """Attributes that require TorchRL's own sample path if they are set: three flags and two optional objects."""
     batch_sizes = alias("_batch_size", "_warned_batch_size_conflict")
-    """The batch size, and whether TorchRL has warned about a different one in ``sample``."""
+    """The batch size, and whether TorchRL has warned about a different batch size in ``sample``."""
 
     def clear_sampler(self) -> None:
         """Delete the sampler's state that depends on the stored data."""
         self._sampler._empty()
 
     def set_sampler(self, sampler: Sampler) -> Sampler:
-        """Replace the sampler and return the old one; also set its generator, which TorchRL omits."""
+        """Replace the sampler and return the old sampler; also set the new sampler's generator, which TorchRL omits."""
         previous = super().set_sampler(sampler)
         sampler._rng = self._rng
         return previous
 
     @contextmanager
     def paused_prefetch(self) -> Iterator[list[tuple[TensorDictBase, dict[Any, Any]]]]:
-        """Hold the lock between threads and yield the prefetched batches that are not yet delivered."""
+        """Hold the lock for threads, and yield the prefetched batches that are not yet delivered."""
         with self._capture_prefetch_state(clone_queue=False) as state:
             yield list(state["queue"])
 
     def set_prefetched(self, batches: Sequence[tuple[TensorDictBase, dict[Any, Any]]]) -> None:
-        """Wait for running prefetches and replace their batches by the given ones."""
+        """Wait for running prefetches, and replace their batches by ``batches``."""
         with self._futures_lock:
             self._synchronize_futures_locked()
             self._clear_prefetch_queue_locked()
@@ -359,7 +360,7 @@ identity_collate = _collate_id
 
 
 def persistent_buffers(module: torch.nn.Module) -> set[str]:
-    """Return the names of a torch module's own buffers in its state dict."""
+    """Return the names of a torch module's own buffers that its state dict contains."""
     return module._buffers.keys() - module._non_persistent_buffers_set
 
 

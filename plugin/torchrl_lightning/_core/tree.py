@@ -25,7 +25,7 @@ Schema = dict[NestedKey, tuple[Any, ...]]
 
 
 def nested_key(key: Any) -> NestedKey:
-    """Return a key from YAML or code, a string or a sequence of strings; raise TypeError for anything else."""
+    """Convert a string or a sequence of strings to a key; raise TypeError for other types."""
     if isinstance(key, str):
         return key
     if not isinstance(key, Sequence) or not key or not all(isinstance(part, str) for part in key):
@@ -34,7 +34,7 @@ def nested_key(key: Any) -> NestedKey:
 
 
 def nested_keys(keys: Any) -> tuple[NestedKey, ...]:
-    """Return a collection of keys as a tuple, and a string as a tuple of one; raise TypeError for anything else."""
+    """Convert a string or a collection of keys to a tuple of keys; raise TypeError for other types."""
     if isinstance(keys, str):
         return (keys,)
     if not isinstance(keys, Collection):
@@ -48,7 +48,7 @@ def path_of(key: NestedKey) -> Path:
 
 
 def next_key(key: NestedKey) -> Path:
-    """Return the same key under ``next``."""
+    """Return the path of a key with ``next`` in front."""
     return ("next", key) if isinstance(key, str) else ("next", *key)
 
 
@@ -61,7 +61,7 @@ def is_below(key: NestedKey, root: NestedKey) -> bool:
 
 
 def join(root: NestedKey, suffix: Path) -> NestedKey:
-    """Return ``root`` extended by ``suffix``; a plain string if possible."""
+    """Append ``suffix`` to ``root``; return a string if the result has only one part."""
     if not suffix and isinstance(root, str):
         return root
     joined = path_of(root) + suffix
@@ -84,7 +84,7 @@ def _collect(tree: Tree, path: Path, leaves: list[tuple[Path, Tensor]]) -> None:
 
 
 def keyed_leaves(data: TensorDictBase | Tree) -> list[tuple[NestedKey, Tensor]]:
-    """Return every leaf with its key, a plain string if possible; raise TypeError as :func:`tree_of` does."""
+    """Return every leaf with its key; keys of one part are strings. Raise TypeError like :func:`tree_of`."""
     leaves = leaves_of(data if isinstance(data, dict) else tree_of(data))
     return [(path[0] if len(path) == 1 else path, leaf) for path, leaf in leaves]
 
@@ -113,7 +113,7 @@ def raw_items(data: TensorDictBase) -> dict[str, Any]:
 
 
 def tree_of(data: TensorDictBase, path: Path = ()) -> Tree:
-    """Build the nested dict of the leaves; raise TypeError if one is not a dense tensor, or if some rows lack it."""
+    """Build the nested dict of leaves; raise TypeError if a leaf is not a dense tensor or is missing in some rows."""
     tree: Tree = {}
     for key, value in (entries_of if type(data) is TensorDict else raw_items)(data).items():
         if isinstance(value, TensorDictBase) and not is_non_tensor(value):
@@ -127,7 +127,7 @@ def tree_of(data: TensorDictBase, path: Path = ()) -> Tree:
 
 
 def to_tensordict(tree: Tree, batch: torch.Size, device: torch.device | None = None) -> TensorDict:
-    """Build a TensorDict over the leaves of a tree."""
+    """Build a TensorDict from the leaves of a tree."""
     entries = {k: to_tensordict(v, batch, device) if isinstance(v, dict) else v for k, v in tree.items()}
     return TensorDict(entries, batch, device=device)
 
@@ -167,7 +167,7 @@ def check_tensordict(data: Any) -> None:
 
 
 def entry_of(data: TensorDictBase, key: NestedKey) -> Tensor | None:
-    """Return an entry without the checks of ``get``, or None."""
+    """Return an entry, or None if it is missing, without the checks of ``get``."""
     node: Any = data
     for part in (key,) if isinstance(key, str) else key:
         node = entries_of(node).get(part) if is_tensordict(node) else None
@@ -175,12 +175,12 @@ def entry_of(data: TensorDictBase, key: NestedKey) -> Tensor | None:
 
 
 def to_device(value: Tensor, device: torch.device | str) -> Tensor:
-    """Move a tensor to a device; comparing devices first costs a tenth of a ``to`` without effect."""
+    """Move a tensor to a device if it is on another device; the comparison takes a tenth of the time of ``to``."""
     return value if value.device == device else value.to(device)
 
 
 def cast_rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast values to another dtype; round and clamp floating-point values to an integer dtype.
+    """Cast values to another dtype; if it is an integer dtype, first round and clamp floating-point values.
 
     Examples:
         >>> cast_rounded(torch.tensor([-1.0, 2.6, 256.0]), torch.uint8).tolist()
@@ -195,7 +195,7 @@ def cast_rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def schema_of(data: TensorDictBase | Tree, batch_dims: int, *, devices: bool = False) -> Schema:
-    """Return shape (after the first ``batch_dims`` dimensions), dtype and optionally device of every leaf."""
+    """Return the shape without ``batch_dims`` leading dimensions, the dtype and optionally the device of every leaf."""
     return {
         key: (leaf.shape[batch_dims:], leaf.dtype, *((leaf.device,) if devices else ()))
         for key, leaf in keyed_leaves(data)
@@ -224,5 +224,5 @@ def difference(tree: Tree, data: TensorDictBase, *, devices: bool = True) -> str
 
 
 def row_bytes(tree: Tree) -> int:
-    """Count the bytes that one row of all leaves takes."""
+    """Return the number of bytes in one row of all leaves."""
     return sum(leaf[:1].numel() * leaf.element_size() for _, leaf in leaves_of(tree))

@@ -27,13 +27,14 @@ def check_tree(data: Any, batch: torch.Size, owner: str, path: Path = ()) -> Non
 
 
 class TorchRLState:
-    """Adapter for the state of a TorchRL component; a copy of the component loads a state first to validate it.
+    """Adapter for the state of a TorchRL component; it validates a state by loading the state into a copy.
 
     Args:
         name: The component's name in error messages.
         part: The component.
         storage: The storage that the component may read; it is not copied.
-        check: Called with the new and the current state; it rejects invalid states that the component would accept.
+        check: Function of the new and the current state. It raises an error for invalid states that the component
+            would accept.
     """
 
     def __init__(

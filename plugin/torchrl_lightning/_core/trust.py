@@ -1,7 +1,7 @@
 """Validate configs from untrusted files: they may hold only plain values and the names of harmless classes.
 
-An attacker may have written the file. Nothing that it names is imported, built or opened before :func:`check_config`
-has validated all of it; a closed table maps names to classes.
+An attacker may have written the file. The objects named in the file are imported, built or opened only after
+:func:`check_config` has validated the whole config. A closed table maps names to classes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torchrl_lightning._core import file_limits
 from torchrl_lightning._hydra.paths import CONF_DIR
 
 MODULES = ("ale_py", "gymnasium_robotics", "minigrid")  # modules of our presets, which an environment's id may import
-DEPTH, NODES, LENGTH, LARGEST = 32, 20_000, 4096, 1 << 63  # limits of a config; our configs need a tenth
+DEPTH, NODES, LENGTH, LARGEST = 32, 20_000, 4096, 1 << 63  # limits of a config; our configs need a tenth of them
 
-# Classes of other packages that are built from plain values and neither read, write, connect nor take a callable.
+# Classes of other packages that are built from plain values. They use no files, connections or callables.
 _EXTERNAL_CLASSES = {
     "torch.optim": """
         ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax LBFGS Muon NAdam RAdam RMSprop Rprop SGD SparseAdam
@@ -70,8 +70,8 @@ _EXTERNAL_CLASSES = {
         SelectTransform SignTransform SqueezeTransform StepCounter TimeMaxPool ToTensorImage UnsqueezeTransform
     """,
 }
-# Bases of our classes that a file may name: learners, planners, fits, transforms; streams; wrappers; buffers and their
-# parts. Allowed classes without one of these bases derive from :class:`ConfigSafe`.
+# A file may name our classes with these bases: learners, planners, fits, transforms, streams, wrappers, buffers and
+# parts of buffers. All other allowed classes derive from :class:`ConfigSafe`.
 _ALLOWED_BASES = (
     "torch.nn.Module",
     "lightning.LightningDataModule",
@@ -88,7 +88,7 @@ _BUILDERS = """
     build_action_critic build_actor build_critic build_deterministic_actor build_distributional_q_network
     build_q_network build_squashed_actor
 """
-# Arguments of environments and wrappers that are called or imported, and the only values that a file may give them.
+# Environments and wrappers call or import these arguments, so a file may give them only these values.
 _CALLED_ARGUMENTS = {"eol_attribute": ("unwrapped.ale.lives",), "module": MODULES, "backend": ("gym", "gymnasium")}
 _DIRECTIVES: dict[str, Any] = {
     "_target_": lambda value: isinstance(value, str),
@@ -100,7 +100,7 @@ _DIRECTIVES: dict[str, Any] = {
 _COLON_TEXT = re.compile(
     rf"(?:{'|'.join(MODULES)}):[\w/.-]+|(?:cpu|cuda|mps|xpu):\d+|minari:\w[\w/-]*|[\d:.]+", re.ASCII
 )
-# Integers decide how much is built and computed, except seeds and times, which may therefore be larger.
+# Most integers determine the amount of memory and computation. Seeds and times do not, so they may be larger.
 _TIME_ARGUMENT = re.compile(r"(?!frames_per_batch).*(seed|steps|time|limit|frames).*")
 _CAPACITY_ARGUMENT = re.compile(r"((max|min|mini)_)?(batch_)?(size|capacity)|frames_per_batch")
 _ENVIRONMENT_PACKAGES = ("gymnasium.wrappers.", "minigrid.wrappers.", "torchrl.envs.")
@@ -109,7 +109,7 @@ _FOLDER_ARGUMENT = re.compile(r"(?:.*_)?(?:dir|dirpath|file|filename|folder|path
 
 
 class ConfigSafe:
-    """A part that a file may name: it is built from plain values, and each folder must be an argument of its own."""
+    """Base of parts that a file may name. They are built from plain values, and each folder is a separate argument."""
 
 
 class StartsProcesses(ConfigSafe):
@@ -117,17 +117,17 @@ class StartsProcesses(ConfigSafe):
 
 
 def check_config(node: Any, *, where: str, trusted: bool = False, folders: bool = True) -> None:
-    """Validate a config from a file before anything that it names is built or imported.
+    """Validate a config from a file before the objects named in the config are built or imported.
 
-    It must be data: dicts, lists, strings, numbers, booleans and null, without interpolations. An untrusted config may
-    name only the classes of :func:`resolve_target`, only our own folders, and only the modules that register the
+    The config must be data without interpolations: dicts, lists, strings, numbers, booleans and null. An untrusted
+    config may name only the classes of :func:`resolve_target`, our own folders, and the modules that register the
     environments of our presets.
 
     Args:
         node: The config, or a part of it.
-        where: Its origin, for the message, such as ``"the config in a.ckpt"``.
-        trusted: Whether it may name any class, folder and module.
-        folders: Whether to validate its folders; False if :func:`without_folders` removes them before the build.
+        where: The origin of the config for the message, such as ``"the config in a.ckpt"``.
+        trusted: Whether the config may name any class, folder and module.
+        folders: Whether to validate the folders; False if :func:`without_folders` removes them before the build.
 
     Raises:
         ValueError: The config is rejected; the one-line message names up to five rejected values.
@@ -147,7 +147,7 @@ classes that a file may name
 
 
 def resolve_target(name: str) -> Any:
-    """Return the allowed class or builder with this name, ours or another package's, or None.
+    """Return the class or builder with this name, from this or another package; None if it is not allowed.
 
     Examples:
         >>> resolve_target("torchrl_lightning.GoalReward").__name__, resolve_target("os.system")
@@ -174,7 +174,7 @@ def resolve_target(name: str) -> Any:
 def without_folders(node: Any) -> Any:
     """Return a config without the folders and data sets that our classes read and write.
 
-    Playing a policy does not need them.
+    They are not needed to play a policy.
 
     Examples:
         >>> without_folders({"_target_": "torchrl_lightning.RingStorage", "max_size": 9, "scratch_dir": "here"})
@@ -279,7 +279,7 @@ class _ConfigValidator:
             yield from _size_errors(str(key), value, path, is_environment_setting)
 
     def _recipe_errors(self, node: dict[Any, Any], path: str) -> Iterator[str]:
-        """Yield an error if ``id`` does not build an environment, and for each of ``wrappers`` of another kind."""
+        """Yield an error if ``id`` is not an environment, and for each item of ``wrappers`` that is not a wrapper."""
         wrappers = node.get("wrappers")
         components: list[tuple[str, Any, tuple[str, ...]]] = [("id", node.get("id"), _ENVIRONMENTS)]
         components += [
@@ -289,7 +289,7 @@ class _ConfigValidator:
         for name_in_recipe, component, allowed_targets in components:
             target_name = component.get("_target_") if type(component) is dict else None
             target: Any = resolve_target(target_name) if type(target_name) is str else None
-            if target is None:  # an id, already rejected, or the user's own class
+            if target is None:  # the id of an environment, a rejected name, or the user's own class
                 continue
             is_wrapper = _is_subclass(target, "gymnasium.Wrapper", "torchrl.envs.Transform")
             if not (_canonical_name(target) in allowed_targets if allowed_targets else is_wrapper):
@@ -319,7 +319,7 @@ def _size_errors(key: str, value: Any, path: str, is_environment_setting: bool) 
 
 
 def _is_shipped(folder: str) -> bool:
-    """Return whether a data set is the id of a Minari data set, or one of our shipped demonstrations."""
+    """Return whether ``folder`` is the id of a Minari data set, or one of our shipped demonstrations."""
     if folder.startswith("minari:"):
         return _COLON_TEXT.fullmatch(folder) is not None
     return Path(os.path.normpath(folder)).is_relative_to(CONF_DIR / "demonstrations")
@@ -371,7 +371,7 @@ def _external_class(package: str, name: str) -> type[Any] | None:
 
 @cache
 def _package_target(name: str) -> Any:
-    """Return a builder or class of ours that a file may name, or None; the bases decide for a class."""
+    """Return our builder or class with this name; None if a file may not name it. A class needs an allowed base."""
     package = sys.modules[_package_name()]
     target = getattr(package, name) if name in package.__all__ else None
     is_named = name in _BUILDERS.split() or (isinstance(target, type) and issubclass(target, ConfigSafe))
@@ -390,7 +390,7 @@ def _import_classes(*names: str) -> tuple[type[Any], ...]:
 
 @cache
 def _folders_of(canonical: str) -> frozenset[str]:
-    """Return the arguments of a class of ours that are paths, recognised by annotation or name."""
+    """Return the arguments of our class that are paths, recognised by annotation or name."""
     target = resolve_target(canonical)
     if target is None or canonical.rpartition(".")[0] != _package_name():
         return frozenset()

@@ -1,4 +1,4 @@
-"""Open untrusted files, and print untrusted strings. Imports nothing heavy."""
+"""Open untrusted files, and print untrusted strings. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def open_regular(path: str | Path, limit: int | None = None) -> BinaryIO:
 
     Raises:
         OSError: The file cannot be opened, or is a FIFO, a socket, a folder or a device.
-        ValueError: The file has more bytes.
+        ValueError: The file has more than ``limit`` bytes.
     """
     check_regular(path)
     # A FIFO may have replaced the file: without O_NONBLOCK, opening it waits until a process writes to it.

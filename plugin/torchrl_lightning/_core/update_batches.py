@@ -16,7 +16,7 @@ class UpdateBatches:
     batch size of a logged metric, and thereby draw batches.
 
     Args:
-        batches: The batches; the work between two batches is done when the second one is requested.
+        batches: The batches; the work between two batches is done when the second batch is requested.
 
     Examples:
         >>> UpdateBatches(iter([]))["observation"]
@@ -46,8 +46,9 @@ def _with_callback(
 def updates_of(batch: TensorDictBase | UpdateBatches) -> Iterator[TensorDictBase]:
     """Iterate over the batches of one Lightning step, one for each update.
 
-    With ``ReplayDataModule(updates_per_step=1)`` this is the batch itself. Otherwise, requesting the next batch steps
-    the environments and draws it. By then the previous batch's loss has written priorities, and its update is made.
+    With ``ReplayDataModule(updates_per_step=1)`` this is the batch itself. Otherwise, a request for the next batch
+    first steps the environments and then samples the batch. At that time the update with the previous batch is
+    complete, and its loss has written the priorities.
 
     Args:
         batch: The argument of ``training_step``.

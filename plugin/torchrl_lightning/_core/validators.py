@@ -1,7 +1,8 @@
-"""Validate settings before anything is built, by one check for each kind of setting.
+"""Checks that validate settings before anything is built, one for each kind of setting.
 
 A check takes a value and the name of its setting, and returns the value: ``integer(8, "size")``. For an invalid value
-it raises a ``ValueError`` (:func:`boolean` a ``TypeError``) with the setting, the value and the expected values.
+it raises a ``ValueError``; only :func:`boolean` raises a ``TypeError``. The message contains the setting, the value and
+the expected values.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 Check = Callable[[Any, str], Any]
-"""Function of a value and its name that returns the value to store, or raises an error."""
+"""Function that takes a value and the name of its setting, and returns the value to store or raises an error."""
 
 
 class Checked:
     """Attribute that validates every new value; an invalid value changes nothing.
 
-    Reading it costs no call, because the value is stored in the instance's ``__dict__`` under the same name.
+    Reading the attribute costs no call, because the value is stored in the instance's ``__dict__`` under the same name.
 
     Args:
-        check: Function of the value and the name that returns the value to store; or the name of a method that does.
+        check: A ``Check``, or the name of a method with the same arguments and the same result.
         name: Name of the setting in messages; the attribute's name by default.
 
     Examples:
@@ -77,7 +78,7 @@ def integer(value: Any, name: str, minimum: int = 1) -> int:
 
 
 def _from_float(value: Any) -> Any:
-    """Return a float such as 1e5 as an integer, and anything else as it is."""
+    """Convert a float such as 1e5 to an integer; return other values unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -138,8 +139,8 @@ def positive_fraction(value: Any, name: str) -> float:
 def exact_ratio(value: float) -> Fraction:
     """Return a finite number as a fraction, for counting without rounding.
 
-    The denominator is small if that fraction equals the number up to rounding; otherwise the fraction is the decimal
-    form of the number.
+    If a fraction with a denominator of at most a million equals the number up to rounding, return this fraction.
+    Otherwise return the decimal form of the number as a fraction.
 
     Examples:
         >>> exact_ratio(0.1), exact_ratio(1 / 3), exact_ratio(1 - 0.07), exact_ratio(1.25e-9)
@@ -176,11 +177,11 @@ def optional(check: Check) -> Check:
 
 
 def check_defaults(condition: str, remedy: str, **settings: tuple[Any, Any]) -> None:
-    """Validate that settings without effect have their default values; raise ValueError for the first other value.
+    """Validate that settings without effect have their default values; raise ValueError for the first invalid setting.
 
     Args:
-        condition: Why they have no effect, such as ``"without record_episodic_return=True"``.
-        remedy: The change that gives them an effect.
+        condition: The reason why the settings do nothing, such as ``"without record_episodic_return=True"``.
+        remedy: The change that gives the settings an effect.
         settings: The value and the default value of each setting.
 
     Examples:

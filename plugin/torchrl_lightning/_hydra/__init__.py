@@ -1,4 +1,4 @@
-"""What every Hydra application needs from this package: config folders, typed schemas and both Hydra versions.
+"""Support for every Hydra application: config folders, typed schemas, and wrappers for Hydra 1.3 and 1.4.
 
-These modules import no torch, because Hydra loads them in every application. The command line is in ``cli``.
+These modules do not import torch, because Hydra loads them in every application. The command line is in ``cli``.
 """

@@ -47,7 +47,7 @@ def _flags(option: str) -> list[str]:
 
 @contextmanager
 def initialized(config_path: str, name: str, extra_folder: str | None = None) -> Iterator[Any]:
-    """Initialize Hydra for a command, and yield it.
+    """Initialize Hydra for a command, and yield the Hydra object.
 
     Args:
         config_path: The folder of the configs.
@@ -58,7 +58,7 @@ def initialized(config_path: str, name: str, extra_folder: str | None = None) ->
     from hydra.core.global_hydra import GlobalHydra
 
     version_base: dict[str, Any] = {} if _has_whitelist() else {"version_base": "1.3"}
-    if _has_whitelist():  # Hydra 1.4 builds hydra.callbacks without a whitelist; one would block users' callbacks
+    if _has_whitelist():  # Hydra 1.4 warns without a whitelist, but a whitelist would block the callbacks of users
         warnings.filterwarnings("ignore", _OUR_CALLBACKS)
     token = config_dir.set(None if extra_folder is None else os.path.abspath(extra_folder))
     try:
@@ -70,10 +70,10 @@ def initialized(config_path: str, name: str, extra_folder: str | None = None) ->
 
 
 def register_resolver(name: str, resolver: Callable[..., Any]) -> None:
-    """Register the resolver of an interpolation ``${name:}``; replace an earlier one."""
+    """Register the resolver of an interpolation ``${name:}``; replace an earlier resolver."""
     from omegaconf import OmegaConf
 
-    # OmegaConf 2.4's name; older versions use it for a different function.
+    # OmegaConf 2.4 has ``register_resolver``; older versions use this name for a different function.
     version_base: Any = OmegaConf.register_resolver if _has_whitelist() else OmegaConf.register_new_resolver
     version_base(name, resolver, replace=True)
 
@@ -118,7 +118,7 @@ def _names_in(node: Any) -> Iterator[str]:
 
 
 def _whitelist_entries(name: str) -> Iterator[str]:
-    """Yield whitelist entries for a name: itself, its definition, and nested functions, which Hydra also checks."""
+    """Yield whitelist entries for a name: the name, its definition and nested functions, because Hydra checks all."""
     try:
         definition = resolve_name(name)
     except (ImportError, AttributeError, ValueError):

@@ -72,7 +72,7 @@ def config_class(
 
 @cache
 def schema(target: str) -> type[Any]:
-    """Return the config class of a component, without the arguments that code passes.
+    """Return the config class of a component, without the arguments in ``handed_over``.
 
     Examples:
         >>> schema("torchrl_lightning.UniformSampler")()
@@ -117,7 +117,7 @@ def open_schemas() -> Iterator[None]:
 
 
 def register_schemas() -> None:
-    """Store every schema in Hydra's ConfigStore; it may be called repeatedly."""
+    """Store every schema in Hydra's ConfigStore; repeated calls are allowed."""
     for target, part in schema_data().items():
         group, nodes = f"{GROUP}/{part['group']}", ConfigStore.instance().repo
         for level in group.split("/"):

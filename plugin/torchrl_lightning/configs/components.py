@@ -1,6 +1,6 @@
 """Build configs of this package's components for TorchRL's groups, with all constructor arguments.
 
-A config may contain a key as a string or a list of strings, and a dtype as its name.
+In a config, a key is a string or a list of strings, and a dtype is given by its name.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COMPONENTS = _components()
 
 
 def register_configs() -> None:
-    """Store every component under ``torchrl_lightning_NAME`` in its group; it may be called repeatedly.
+    """Store every component under ``torchrl_lightning_NAME`` in its group; repeated calls are allowed.
 
     Examples:
         >>> register_configs()

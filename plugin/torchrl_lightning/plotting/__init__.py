@@ -1,4 +1,4 @@
 """Read the metrics of runs, and draw learning curves and sweeps.
 
-Nothing here imports torch. Pages about buffers are in ``inspection``.
+This package does not import torch. Pages about buffers are in ``inspection``.
 """

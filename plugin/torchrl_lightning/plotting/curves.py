@@ -31,7 +31,7 @@ _LOGGER_FOLDERS = {"csv", "csv_logs", "lightning_logs", "logs", "metrics"}
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric of one run, including the earlier rows of the run that it continues."""
+    """One metric of one run, including the rows of an earlier run that this run continues."""
 
     label: str
     path: Path
@@ -58,13 +58,13 @@ class Run:
 
     @property
     def label(self) -> str:
-        """Name and changed settings, a changed environment first; runs with one label differ only in their seed."""
+        """The changed environment, the name and other changed settings; runs with the same label differ in the seed."""
         other_settings = {key: text for key, text in self.settings.items() if key not in _ENVIRONMENT}
         environment = [self.settings[key].partition("=")[2] for key in _ENVIRONMENT if key in self.settings]
         return " ".join((*environment, *["by"] * bool(environment), self.name, *other_settings.values()))
 
     def config_value(self, key: str) -> str | None:
-        """Return the run's option of a group or value of a setting; None if it was not recorded."""
+        """Return the run's option of a config group, or its value of a setting; None if it was not recorded."""
         if key in self.choices:
             return self.choices[key]
         value = raw_value(self.config, key)
@@ -77,7 +77,7 @@ class _Log:
 
     Attributes:
         header: The names of all columns.
-        columns: The non-empty, finite cells of some columns, by x. The last row of an x counts.
+        columns: The finite cells of some columns, by x. If several rows have the same x, the last row counts.
         first_x: The lowest x of all rows.
         has_epoch: True if a row contains both the metric and the epoch.
     """
@@ -94,7 +94,7 @@ class _Log:
 
 
 def read_source(source: Path, metric: str, x: str, label: str | None = None) -> list[Curve]:
-    """Read the curves of a file, or of every ``metrics.csv`` below a folder; the default labels are their settings."""
+    """Read the curves of a file, or of every ``metrics.csv`` below a folder; by default, labels consist of settings."""
     if not source.exists():
         raise FileNotFoundError(f"no such file or folder: {source}")
     paths = sorted(source.rglob("metrics.csv")) if source.is_dir() else [source]
@@ -129,7 +129,7 @@ def read_source(source: Path, metric: str, x: str, label: str | None = None) -> 
 
 
 def one_of_each_seed(curves: Iterable[Curve]) -> list[Curve]:
-    """Keep one run of each label and seed: the latest, but prefer runs that were not ended early."""
+    """Keep the latest run of each label and seed, but prefer complete runs to runs that a search ended early."""
     chosen: dict[object, Curve] = {}
     for curve in sorted(curves, key=lambda curve: (curve.ended is None, curve.path.stat().st_mtime)):
         key = (curve.label, curve.path.resolve() if curve.seed is None else curve.seed)
@@ -148,7 +148,7 @@ def runs_by_label(curves: Iterable[Curve]) -> dict[str, list[Curve]]:
 
 
 def default_label(path: Path) -> str:
-    """Return the experiment name of a metrics file without Hydra config: the part of its path that its seeds share."""
+    """Return the experiment name of a run without Hydra's config: the part of the file's path that all seeds share."""
     parts = [*path.absolute().parent.parts[1:]]
     if path.stem != "metrics":
         parts.append(path.stem)
@@ -172,7 +172,7 @@ def _read_run(path: Path, continued_by: frozenset[Path] = frozenset()) -> Run | 
     if isinstance(checkpoint, str):
         origin = _read_run(Path(cwd) / checkpoint, continued_by | {folder})
     if origin is not None:
-        # Current runs record the checkpoint's seed if none is given; older runs recorded only a given seed.
+        # Without a seed in the command, a run records the checkpoint's seed. Older versions did not record that seed.
         seed = seed if any(override.startswith("seed=") for override in overrides) else origin.seed
         limits = {key: value for key, value in origin.settings.items() if key in ENDS}
         settings = in_order({key: value for key, value in settings.items() if key not in ENDS} | limits)
@@ -200,7 +200,7 @@ def _read_hydra_record(path: Path) -> tuple[dict[str, str | None], list[str], st
 
 
 def _read_log(path: Path, run: Run | None, metric: str, x: str) -> _Log:
-    """Read a CSV log, preceded by the earlier points of the run that it continues.
+    """Read a CSV log, and add the earlier points of the run that this run continues.
 
     Raises:
         OSError: The path is not a regular file.

@@ -1,4 +1,4 @@
-"""Save a figure of several panels. Imports nothing heavy before drawing."""
+"""Save a figure of several panels. This module imports nothing heavy before drawing."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def saved_panels(
 ) -> Iterator[tuple[Figure, list[Any]]]:
     """Create a figure of equal panels, at most three per row, and save it after the block.
 
-    ``size`` is the size of a panel in inches. Texts may be names from files and are drawn literally; only the title
-    may contain formulas.
+    ``size`` is the size of a panel in inches. Only the title may contain formulas. Other texts are drawn literally,
+    because they may be names from files.
     """
     import matplotlib
 

@@ -1,4 +1,4 @@
-"""Draw a sweep: scores over each setting, trials as lines over all settings, and the importance of each setting."""
+"""Draw a sweep: a plot of scores against each setting, a line for each trial, and the importance of each setting."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def _scale(values: Sequence[str]) -> _Scale:
 
 
 def draw_trials(trials: Sequence[Trial], output: str | Path, metric: str = SCORE, title: str | None = None) -> Path:
-    """Draw the score over each varied setting, with its standard deviation over seeds, and highlight the best trial.
+    """Plot the scores against each varied setting, with standard deviations of seeds, and highlight the best trial.
 
-    A numeric axis is logarithmic if the values span three decades, or span one decade and are more even on a
-    logarithmic scale. All other settings are categories, including settings with an unrecorded default. Each run limit
-    has its own marker. The marker of a trial that was ended early is hollow.
+    A numeric axis is logarithmic if the values span three decades, or if they span one decade and are more evenly
+    spaced on a logarithmic scale. The values of a setting are categories if any of them is not a number, for example an
+    unrecorded default. Each run limit has its own marker. The marker of a trial that was ended early is hollow.
     """
     keys = list(trials[0].settings)
-    # The run limit of each trial, as far as the trials differ in it.
+    # The run limits of each trial, without limits that are equal in all trials.
     run_limits = [
         ", ".join(f"{end}={trial.settings[end]}" for end in ENDS if end in trial.settings) for trial in trials
     ]
@@ -76,7 +76,7 @@ def draw_trials(trials: Sequence[Trial], output: str | Path, metric: str = SCORE
 
 
 def _add_legend(figure: Figure, styles: Mapping[str, Mapping[str, Any]], **shared: Any) -> None:
-    """Add a legend below the panels, and increase the height of the figure by it."""
+    """Add a legend below the panels, and increase the height of the figure by the height of the legend."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], label=printable(label), **{**shared, **style}) for label, style in styles.items()]
@@ -93,7 +93,7 @@ def _draw_setting(axes: Any, values: Sequence[str], trials: Sequence[Trial], mar
         axes.margins(x=0.2)
     elif scale.is_logarithmic:
         axes.set_xscale("log")
-        axes.xaxis.set(major_formatter=LogFormatter(), minor_formatter=LogFormatter())  # the defaults need formulas
+        axes.xaxis.set(major_formatter=LogFormatter(), minor_formatter=LogFormatter())  # the defaults write formulas
     else:
         axes.ticklabel_format(axis="x", scilimits=(-2, 5))  # long labels such as 0.00045 would overlap
     for i, (position, trial) in reversed([*enumerate(zip(scale.positions, trials, strict=True))]):
@@ -140,8 +140,8 @@ def draw_importances(
 ) -> Path:
     """Draw the importance of each setting from :func:`importances`, and the importance for shuffled scores.
 
-    The importance is a correlation, not a cause. It does not detect settings that matter only in combination. Settings
-    that a search selected by earlier scores are not independent.
+    The importance is a correlation, not a cause. It does not detect settings that matter only in combination. If
+    a search selected settings by earlier scores, the trials are not independent.
     """
     ranked = sorted(importances(trials).items(), key=lambda item: item[1][0])
     names, values = [printable(name) for name, _ in ranked], np.array([value for _, value in ranked])
@@ -159,7 +159,8 @@ def draw_importances(
 def importances(trials: Sequence[Trial]) -> dict[str, tuple[float, float]]:
     """Return the rank correlation of the scores with each setting, from 0 to 1, and its chance level.
 
-    Numbers use the absolute value of Spearman's rank correlation, categories the correlation ratio of the ranks::
+    For numbers, this is the absolute value of Spearman's rank correlation. For categories, it is the correlation ratio
+    of the ranks::
 
         eta = sqrt(sum_c n_c (mean_c - mean)^2 / sum_i (rank_i - mean)^2)
 
@@ -205,7 +206,7 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _is_logarithmic(numbers: list[float]) -> bool:
-    """Return True if ascending numbers span three decades, or span one decade and have more even logarithms."""
+    """Return True if ascending numbers span three decades, or one decade with more evenly spaced logarithms."""
     if numbers[0] <= 0 or numbers[-1] < 10 * numbers[0]:
         return False
     if numbers[-1] >= 1000 * numbers[0]:

@@ -50,17 +50,18 @@ class Trial:
 
 
 def read_trials(sources: Sequence[str | Path], metric: str = SCORE) -> list[Trial]:
-    """Read the runs below some folders, highest mean score first, without settings that are equal in all runs.
+    """Read the runs below some folders as trials, sorted by descending mean score.
 
-    The score of a run is the last value of a metric. Runs without this metric are left out with a warning.
+    Trials do not contain the settings that are equal in all runs. The score of a run is the last value of a metric.
+    Runs without this metric are left out with a warning.
 
     Args:
         sources: Folders to search recursively for ``metrics.csv``, such as folders of sweeps.
-        metric: Column of the score.
+        metric: The column of the score.
 
     Returns:
-        One trial for each combination of settings, with all its seeds. For several runs with one seed, the latest
-        counts, but runs that were not ended early take precedence.
+        One trial for each combination of settings, with all its seeds. If several runs have the same seed, the latest
+        counts, but complete runs have priority over runs that a search ended early.
 
     Raises:
         FileNotFoundError: A source does not exist or does not contain ``metrics.csv``.
@@ -100,7 +101,7 @@ def read_trials(sources: Sequence[str | Path], metric: str = SCORE) -> list[Tria
 
 
 def table(trials: Sequence[Trial], metric: str = SCORE) -> str:
-    """Format trials as a table: settings, score, number of runs if a trial has several, and trials ended early.
+    """Format the settings and scores of trials as a table; add columns for several runs and early ends if needed.
 
     Examples:
         >>> seeds, one = np.array([9.0, 7.0]), np.array([1.0])
@@ -135,7 +136,7 @@ def _default(curve: Curve, key: str) -> str:
 
 
 def _run_limits(run: Run) -> dict[str, str]:
-    """Return the composed limits of a run; use its overrides for unrecorded limits."""
+    """Return the run limits from the composed config, or from the overrides if the config was not recorded."""
     overrides = {key: override.partition("=")[2] for key, override in run.settings.items() if key in ENDS}
     return overrides | {key: value for key in sorted(ENDS) if (value := run.config_value(key)) is not None}
 
@@ -164,12 +165,12 @@ def shortened(text: str) -> str:
 
 
 def _format_end(trial: Trial) -> str:
-    """Format the frames at the early end of a trial's only run, or the number of its runs that were ended early."""
+    """Format the frames at the early end of a trial's only run; for several runs, the number of early ends."""
     if not trial.ended:
         return "-"
     return f"{trial.ended[0]:.0f}" if len(trial.scores) == 1 else f"{len(trial.ended)} of {len(trial.scores)}"
 
 
 def _format_score(score: float) -> str:
-    """Format a score like the last line of a run, with more digits for small values."""
+    """Format a score as in the last line that a run prints, with more digits for small values."""
     return f"{score:.1f}" if abs(score) >= 10 or score.is_integer() else f"{score:.3g}"
