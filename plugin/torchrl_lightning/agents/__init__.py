@@ -1,6 +1,6 @@
 """LightningModules that learn from batches of experience, and the losses that they minimise.
 
-Networks, model-based agents and updates without autograd have folders of their own. Loading and exporting trained
+The networks, the model-based agents and the updates without autograd are in subfolders. Loading and exporting trained
 policies belongs in ``deploy``.
 """
 

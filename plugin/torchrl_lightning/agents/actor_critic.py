@@ -1,4 +1,4 @@
-"""LightningModule of on-policy agents: networks from specs, updates, schedules, metrics, evaluation."""
+"""The base LightningModule of on-policy agents: networks, updates, schedules, metrics and evaluation."""
 
 from __future__ import annotations
 
@@ -47,19 +47,21 @@ class ActorCriticModule(LossTermsModule):
         network: Network in front of the heads; ``MLPNetwork()`` by default.
         critic_coeff: Weight of the critic's loss.
         loss_critic_type: ``"l2"``, ``"smooth_l1"`` or ``"l1"``.
-        clip_value: Largest change of the value prediction, clipped beyond it; None does not clip.
+        clip_value: Maximum change of a value prediction; larger changes are clipped. None does not clip.
         normalize_advantage: True standardises the advantage within each mini-batch, even if the buffer has
             standardised it over the rollout. None standardises it only if the buffer has not.
         extrinsic_coeff: Weight of the advantage of the environment's reward.
-        intrinsic_coeff: Weight of the intrinsic advantage; needs ``intrinsic``.
+        intrinsic_coeff: Weight of the intrinsic advantage; requires ``intrinsic``.
         distribution: Distribution of continuous actions: ``"normal"`` (clipped; the default) or ``"tanh_normal"``.
         initial_std: Initial standard deviation of continuous actions, in units of half the action range.
-        critics: Names of several critics of the same reward; their keys are ``("state_value", name)``.
+        critics: The names of the critics if several critics learn the same reward. The value keys are ``("state_value",
+            name)``.
         separate_critics: Give each critic head its own trunk.
-        intrinsic: Source of intrinsic rewards, trained together with the agent; adds an ``intrinsic_state_value`` head.
+        intrinsic: Source of intrinsic rewards, trained together with the agent. It adds an ``intrinsic_state_value``
+            head.
         critic_optimizer: A separate optimizer for the critic's own parameters; optional.
-        compile: Compute the loss by ``torch.compile``; PPO took 0.83 times as long with it on one CPU core.
-        learning_rate: As in :class:`AgentModule`, like all arguments not listed here.
+        compile: Compile the loss with ``torch.compile``. On one CPU core this multiplied PPO's time by 0.83.
+        learning_rate: As in :class:`AgentModule`, like all arguments that are not listed here.
     """
 
     CONFIG_NAME: ClassVar[str | None] = None
@@ -99,7 +101,7 @@ class ActorCriticModule(LossTermsModule):
         self.require_effect("separate_critics", len(self.value_keys) > 1, "several critics")
         self._standardizes_advantages = (
             self.normalize_advantage is not False
-        )  # setup() replaces it if the setting is None
+        )  # setup() replaces this value if the setting is None
         self.actor_network: Actor | None = None
         self.critic_network: Critic | None = None
         self._coefficients: dict[str, tuple[float, Schedule]] = {}
@@ -135,7 +137,7 @@ class ActorCriticModule(LossTermsModule):
             )
 
     def _check_advantage_weights(self) -> None:
-        """Validate the advantage weights; standardising a single advantage divides out a positive weight."""
+        """Validate the advantage weights; a positive weight has no effect on a single standardised advantage."""
         weights = {"extrinsic_coeff": self.extrinsic_coeff}
         if self.intrinsic is not None:
             weights["intrinsic_coeff"] = self.intrinsic_coeff
@@ -151,7 +153,7 @@ class ActorCriticModule(LossTermsModule):
 
     @property
     def value_keys(self) -> list[NestedKey]:
-        """Value keys of the critic, the intrinsic value last."""
+        """The value keys of the critic; the key of the intrinsic value is the last."""
         keys: list[NestedKey] = [("state_value", name) for name in self.critics or ()] or ["state_value"]
         return [*keys, "intrinsic_state_value"] if self.intrinsic is not None else keys
 
@@ -191,7 +193,7 @@ class ActorCriticModule(LossTermsModule):
 
     @property
     def collection_policy(self) -> Actor | ActorWithValues:
-        """The policy for collection; it also writes values if that saves a second pass of a costly shared trunk."""
+        """The policy for collection; it also writes values to avoid a second pass through a costly shared trunk."""
         policy, critic = self.policy, self.critic
         saves_trunk_pass = critic.is_shared and getattr(self.network, "costly", False) and policy is self.actor_network
         return ActorWithValues(policy, critic) if saves_trunk_pass else policy
@@ -204,11 +206,11 @@ class ActorCriticModule(LossTermsModule):
     # -- optimizers and schedules -----------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return one optimizer, and a second one for the critic's own parameters if ``critic_optimizer`` is set."""
+        """Return one optimizer, or also an optimizer of the critic's own parameters if ``critic_optimizer`` is set."""
         actor, critic = list(self.policy.parameters()), list(self.critic.parameters())
         if self.intrinsic is not None:
             actor += self.intrinsic.predictor_parameters()
-        # Each update changes all parameters, so a single optimizer takes them as one list.
+        # Each update changes all parameters, so a single optimizer takes all parameters as one list.
         parameter_lists = (actor, critic) if self.critic_optimizer else (actor + critic, [])
         return self.build_optimizers(*parameter_lists, self.critic_optimizer)
 
@@ -284,7 +286,7 @@ class ActorCriticModule(LossTermsModule):
         return standardized(advantage) if self._standardizes_advantages else advantage
 
     def critic_terms(self, batch: TensorDictBase, values: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return the weighted losses: the sum over the extrinsic critics, and the intrinsic critic's."""
+        """Return the weighted loss of all extrinsic critics (a sum) and the weighted loss of the intrinsic critic."""
         terms: dict[str, Tensor] = {}
         for key, value in zip(self.critic.out_keys, values, strict=True):
             name = "loss_intrinsic_critic" if key == "intrinsic_state_value" else "loss_critic"
@@ -301,7 +303,7 @@ class ActorCriticModule(LossTermsModule):
     def training_step(self, batch: TensorDictBase | UpdateBatches, batch_idx: int) -> None:
         """Update on each mini-batch of this step until ``should_stop`` returns True."""
         for number, minibatch in enumerate(updates_of(batch)):
-            if not self._stopped:  # iterate in any case, because the last batch ends the rollout
+            if not self._stopped:  # iterate to the end, because the last batch ends the rollout
                 self._learn(minibatch, inner=number > 0)
 
     def _learn(self, batch: TensorDictBase, *, inner: bool) -> None:

@@ -1,4 +1,4 @@
-"""Base classes of all agents: networks from specs, manual optimization, learning-rate schedules."""
+"""Base classes of all agents. They build networks from specs, step optimizers and apply learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ class AgentModule(PickleByValueMixin, Settings, MetricsModule):
 
     adam_eps: ClassVar[float] = 1e-8
     stream_kind: ClassVar[str | None] = None
-    """The required data stream, as in ``stream_kind`` of a DataModule; None accepts any."""
+    """The required kind of data stream, compared with the DataModule's ``stream_kind``; None accepts any kind."""
     suggested_data: ClassVar[str] = ""
 
     build_method: ClassVar[str | None] = None
-    """Name of the method that builds the networks of :meth:`network_outputs`; None skips the dry run."""
+    """Name of the method that builds the networks called by :meth:`network_outputs`; None skips the dry run."""
     batch_shapes: ClassVar[Sequence[tuple[int, ...]]] = ((ROWS,),)
-    """Batch shapes that the dry run passes to the encoders."""
+    """The batch shapes that the dry run passes to the encoders."""
 
     supports_action_masks: ClassVar[bool] = False
     """True if the policy and the losses respect an ``action_mask`` in the observation."""
@@ -90,14 +90,14 @@ class AgentModule(PickleByValueMixin, Settings, MetricsModule):
         super().__post_init__()
         self.automatic_optimization = False
         self._schedule = as_schedule(self.schedule)
-        # The key is the metric name of the gradient norm.
+        # The keys are the metric names of the gradient norms.
         self._groups: dict[str, OptimizedParameters] = {}
         self.passed_dry_run = False
         self._unchecked_states: Any = None
 
     @classmethod
     def check_assignments(cls, attribute: str, check: Check | None, name: str) -> None:
-        """Let ``__setattr__`` run the check: a descriptor would hide a buffer that replaces a setting."""
+        """Let ``__setattr__`` run the check, because a descriptor would hide a buffer that replaces a setting."""
         row = None if check is None else (check, name)
         cls.checks_of_attributes = {**cls.checks_of_attributes, attribute: row}
 
@@ -111,7 +111,7 @@ class AgentModule(PickleByValueMixin, Settings, MetricsModule):
         """Build networks and loss for an environment's specs and return the module; a second call does nothing."""
 
     def setup(self, stage: str) -> None:
-        """Validate DataModule and schedules; raise ValueError if they do not fit or a schedule has no known end."""
+        """Raise ValueError for an incompatible DataModule, and for a schedule in a run of unknown length."""
         super().setup(stage)
         check_default_dtype()
         if stage == "fit":
@@ -124,7 +124,7 @@ class AgentModule(PickleByValueMixin, Settings, MetricsModule):
             )
 
     def incompatibility(self, data: Any) -> str | None:
-        """Return why the module does not fit a DataModule, or None if it does."""
+        """Return the reason why the module cannot learn from a DataModule, or None if it can."""
         specs = DataApi.of(data).specs
         if self.supports_action_masks or specs is None or ACTION_MASK not in specs.observation:
             return None
@@ -140,8 +140,8 @@ class AgentModule(PickleByValueMixin, Settings, MetricsModule):
         Before a fit, a copy of the networks runs one forward and one backward pass.
 
         Raises:
-            ValueError: The trainer's precision is unsupported, such as ``64-true`` or ``bf16-true``, or a network
-                fails.
+            ValueError: A network fails, or the trainer's precision is unsupported (such as ``64-true`` or
+                ``bf16-true``).
             RuntimeError: The DataModule has no specs.
         """
         check_precision(self.trainer)
@@ -167,7 +167,8 @@ class AgentModule(PickleByValueMixin, Settings, MetricsModule):
     def dry_run_networks(self, specs: Any, trainer: Any) -> None:
         """Run a copy of the networks forward and backward once; raise NetworkFault if they fail.
 
-        Skip modules with the build method and ``network_outputs`` from different classes: their outputs are unknown.
+        Skip the run if different classes define the build method and ``network_outputs``, because the outputs of the
+        networks are then unknown.
         """
         owner = None if self.build_method is None else owner_of(self, self.build_method)
         if owner is not None and owner is owner_of(self, "network_outputs") and not self.passed_dry_run:
@@ -176,12 +177,12 @@ class AgentModule(PickleByValueMixin, Settings, MetricsModule):
             self.passed_dry_run = True
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add checksums of weights, optimizers and data; subclasses must change these before they call this."""
+        """Add checksums of weights, optimizers and data. A subclass must call this after its own changes."""
         checkpoint.update({key: copy_expanded_tensors(entry) for key, entry in checkpoint.items()})
         add_checksums(checkpoint, "state_dict", "optimizer_states", type(self._data).__qualname__)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Validate a checkpoint before loading; raise ValueError if it is damaged or of another environment."""
+        """Validate a checkpoint before loading; raise ValueError if it is damaged or for another environment."""
         verify_checksums(checkpoint, "the checkpoint")
         state = checkpoint.get(type(self._data).__qualname__)
         if state is not None:
@@ -189,7 +190,7 @@ class AgentModule(PickleByValueMixin, Settings, MetricsModule):
         self._unchecked_states = None
         trainer: Any = self._trainer
         if self.is_built and isinstance(trainer, Trainer) and trainer.state.fn == TrainerFn.FITTING:
-            states = checkpoint.get("optimizer_states")  # Lightning names the remedy if there are none
+            states = checkpoint.get("optimizer_states")  # Lightning reports missing states with a remedy
             if states is not None and not self.check_optimizer_states(states):
                 self._unchecked_states = states
 
@@ -201,13 +202,14 @@ class AgentModule(PickleByValueMixin, Settings, MetricsModule):
                 check_optimizer_states([copy_optimizer(optimizer) for optimizer in self.trainer.optimizers], states)
 
     def check_optimizer_states(self, states: Any) -> bool:
-        """Validate stored optimizer states by a trial step on a copy of the module.
+        """Validate stored optimizer states with a trial step on a copy of the module.
 
         Returns:
-            False if a subclass outside this package configures the optimizers: its code may need the trainer.
+            False if a subclass outside this package configures the optimizers. The subclass may need the trainer, so
+            the states are not validated.
 
         Raises:
-            UserError: A state does not fit.
+            UserError: A state does not fit its optimizer.
         """
         if not type(self).configure_optimizers.__module__.startswith(f"{__name__.partition('.')[0]}."):
             return False
@@ -234,7 +236,7 @@ class AgentModule(PickleByValueMixin, Settings, MetricsModule):
         critic: list[nn.Parameter],
         critic_optimizer: OptimizerFactory | None = None,
     ) -> list[torch.optim.Optimizer]:
-        """Return one optimizer over all parameters, or separate optimizers of actor and critics."""
+        """Return one optimizer of all parameters, or separate optimizers for the actor and the critics."""
         self._groups = {}
         factory = self.optimizer or self._default_optimizer
         if critic_optimizer is None:
@@ -283,8 +285,8 @@ class AgentModule(PickleByValueMixin, Settings, MetricsModule):
     def on_train_start(self) -> None:
         """Call ``on_train_epoch_start`` if a resumed run starts a new epoch.
 
-        Lightning skips this hook after a checkpoint from the end of an epoch's last batch. If the run resumes inside
-        an epoch, the restored state stays unchanged.
+        Lightning skips ``on_train_epoch_start`` if the checkpoint was saved after the last batch of an epoch. If the
+        run resumes inside an epoch, the restored state stays unchanged.
         """
         loop: Any = self.trainer.fit_loop.epoch_loop
         is_over = loop.batch_progress.current.processed >= self.trainer.num_training_batches
@@ -317,7 +319,8 @@ class AgentModule(PickleByValueMixin, Settings, MetricsModule):
         for group in self._groups.values():
             group.clear()
         idle = self.idle_parameters() if self.trainer.world_size > 1 else []
-        # DDP waits for all gradients, so send zeros. Remove them below, because momentum would move the parameters.
+        # DDP waits for all gradients, so send zeros. Remove the zeros below, because momentum would move the
+        # parameters.
         loss = loss + sum(0.0 * parameter.sum() for parameter in idle) if idle else loss
         if inner and not is_scaled and type(self.trainer.strategy) is SingleDeviceStrategy:
             loss.backward()  # a single device has no ranks to synchronise
@@ -349,9 +352,9 @@ class AgentModule(PickleByValueMixin, Settings, MetricsModule):
         return norms
 
     def minimise(self, terms: Mapping[str, Tensor | float], *, inner: bool = False) -> None:
-        """Update on the sum of the entries ``loss_...`` (or ``loss``); log all entries and the gradient norms.
+        """Minimise the sum of the entries ``loss_...`` (or ``loss``); log all entries and the gradient norms.
 
-        Losses that are Python floats mean that the gradients are already computed.
+        If the losses are Python floats, the gradients are already computed.
         """
         loss: Any = None
         for name, value in terms.items():
@@ -369,7 +372,7 @@ class LossTermsModule(AgentModule):
     """An agent that computes its loss in ``losses``; it adds one argument to :class:`AgentModule`.
 
     Args:
-        compile: Compute the loss by ``torch.compile``.
+        compile: Compile the loss with ``torch.compile``.
     """
 
     training_metrics = train_names("learning_rate", "grad_norm", "critic_grad_norm")
@@ -378,14 +381,14 @@ class LossTermsModule(AgentModule):
 
     @abstractmethod
     def losses(self, batch: Any) -> Any:
-        """Return the loss terms (``loss_...``) and diagnostics of a batch; pure, so that it can be compiled."""
+        """Return the loss terms (``loss_...``) and diagnostics of a batch; compilation forbids side effects."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._update: Callable[[Any], Any] = no_analytic_update
 
     def on_train_start(self) -> None:
-        """Select analytic gradients if they support this agent; they equal autograd up to float error."""
+        """Use analytic gradients if they support this agent; they equal autograd's gradients up to float error."""
         super().on_train_start()
         self._update = make_analytic_update(self) or no_analytic_update
 
@@ -407,8 +410,8 @@ def no_analytic_update(batch: Any) -> None:
 def _unscaled(plugin: Any, optimizers: list[Any]) -> Iterator[_UnscaledSteps]:
     """Unscale the gradients of all optimizers, and update the gradient scaler once after the block.
 
-    Lightning unscales and updates the scale in each optimizer's step. This is too late for clipping, and the next
-    optimizer would get another scale.
+    Lightning unscales the gradients and updates the scale in each optimizer's step. This is too late for clipping, and
+    the next optimizer would use a different scale.
     """
     scaler = plugin.scaler
     stepping = [optimizer.optimizer for optimizer in optimizers if _has_gradients(optimizer.optimizer)]

@@ -35,14 +35,14 @@ _LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch,
 
 
 class NetworkFault(UserError):
-    """Error of a network that cannot be built or fails in the dry run; the message is one line."""
+    """Raised if a network cannot be built or fails in the dry run; the message is one line."""
 
 
 @contextmanager
 def preserved_rng_state() -> Iterator[None]:
     """Restore the global generators of torch (also on GPUs), NumPy and Python when the block ends."""
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    # Reading the states would initialise CUDA, and then processes cannot fork.
+    # Reading the states would initialise CUDA. After that, processes could not fork.
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     try:
         yield

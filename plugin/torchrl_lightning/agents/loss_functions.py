@@ -1,8 +1,8 @@
-r"""Losses as plain functions of tensors; values and gradients equal TorchRL's losses (tested to 1e-6).
+r"""Losses as functions of tensors, with the same values and gradients as TorchRL's losses (tested to 1e-6).
 
-On-policy losses are means over all steps, from log-probabilities and advantages ``[*B]`` and values ``[*B, 1]``.
-Off-policy functions, from ``value_of_action`` on, return ``[*B]`` for the values of one critic ``[*B]`` or several
-``[N, *B]``.
+On-policy losses take log-probabilities and advantages ``[*B]`` and values ``[*B, 1]``, and return the mean over all
+steps. The off-policy functions start at ``value_of_action``. They take the values of one critic ``[*B]`` or of several
+critics ``[N, *B]``, and return ``[*B]``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def clipped_surrogate_loss(log_ratio: Tensor, advantage: Tensor, epsilon: float 
     Args:
         log_ratio: \(\log\rho = \log\pi(a|s) - \log\mu(a|s)\) with the behaviour policy \(\mu\), ``[*B]``.
         advantage: Advantages, ``[*B]``.
-        epsilon: Clip range of the ratio around 1.
+        epsilon: Clipping range of the ratio around 1.
 
     Examples:
         >>> clipped_surrogate_loss(torch.tensor([2.0, 0.5]).log(), torch.tensor([1.0, -1.0]), 0.2)
@@ -48,7 +48,7 @@ def clipped_surrogate_loss(log_ratio: Tensor, advantage: Tensor, epsilon: float 
     """
     _check_same_shape(log_ratio, advantage)
     gain = log_ratio.exp() * advantage
-    # (1 + epsilon) A if A >= 0, else (1 - epsilon) A: the largest gain that the objective counts.
+    # The largest gain that the objective counts is (1 + epsilon) A if A >= 0, else (1 - epsilon) A.
     bound = advantage + epsilon * advantage.abs()
     return -torch.minimum(gain, bound).mean()
 
@@ -81,14 +81,14 @@ def critic_loss(
     old_value: Tensor | None = None,
     clip_value: float | None = None,
 ) -> Tensor:
-    r"""Return \(\mathbb{E}\,d(V, \hat V)\); with clipping, each \(d\) is at least the clipped value's distance.
+    r"""Return \(\mathbb{E}\,d(V, \hat V)\); with clipping, \(d\) is the larger distance of \(V\) and clipped \(V\).
 
     Args:
         value: Predicted values \(V\), ``[*B, 1]``.
         target: Regression targets \(\hat V\), ``[*B, 1]``.
         distance: ``"l2"``, ``"smooth_l1"`` or ``"l1"``.
         old_value: Predicted values at collection time, ``[*B, 1]``; required for clipping.
-        clip_value: Largest change from ``old_value``, clipped beyond it; None does not clip.
+        clip_value: Maximum change from ``old_value``; larger changes are clipped. None does not clip.
 
     Examples:
         >>> critic_loss(torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1))
@@ -134,7 +134,7 @@ def value_of_action(values: Tensor, action: Tensor, *, one_hot: bool = False) ->
 def margin_loss(values: Tensor, action: Tensor, margin: float, *, one_hot: bool = False) -> Tensor:
     r"""Return \(\max_b [Q(s, b) + m\,1_{b \ne a}] - Q(s, a)\), ``[*B]``, of values ``[*B, A]`` (Hester et al., 2018).
 
-    It is 0 if the value of the demonstrated action exceeds all other values by at least the margin.
+    The loss is 0 if the value of the demonstrated action exceeds all other values by at least the margin.
 
     Examples:
         >>> margin_loss(torch.tensor([[1.0, 2.0], [1.0, 3.0]]), torch.tensor([0, 1]), 0.8)
@@ -183,7 +183,7 @@ def temperature_loss(log_alpha: Tensor, log_prob: Tensor, target_entropy: float)
 def smooth_action(action: Tensor, deviation: float, bound: float) -> Tensor:
     r"""Return \(\mathrm{clip}(a + \mathrm{clip}(\epsilon, -c, c), -1, 1)\), \(\epsilon\sim\mathcal N(0, \sigma)\).
 
-    Target policy smoothing (Fujimoto et al., 2018), in units of half the action range.
+    This is target policy smoothing (Fujimoto et al., 2018), in units of half the action range.
 
     Examples:
         >>> smooth_action(torch.tensor([2.0]), deviation=0.0, bound=0.5)
@@ -195,10 +195,10 @@ def smooth_action(action: Tensor, deviation: float, bound: float) -> Tensor:
 def td_loss(
     values: Tensor, target: Tensor, distance: str = "l2", mask: Tensor | None = None, reduction: str = "none"
 ) -> tuple[Tensor, Tensor]:
-    r"""Return \(\sum_i d(Q_i(s, a), y)\) and \(\max_i |Q_i(s, a) - y|\), the latter without a gradient, ``[*B]`` each.
+    r"""Return the loss \(\sum_i d(Q_i(s, a), y)\) and the error \(\max_i |Q_i(s, a) - y|\), ``[*B]`` each.
 
-    Targets of steps excluded by ``mask`` may be arbitrary, even NaN; their error is 0. With ``reduction="mean"``, the
-    loss is the mean over all steps, computed in one operation.
+    The error has no gradient. The steps excluded by ``mask`` may have any target, even NaN, and their error is 0. With
+    ``reduction="mean"``, the loss is the mean over all steps, computed in one operation.
 
     Examples:
         >>> td_loss(torch.tensor([[1.0], [4.0]]), torch.tensor([2.0]))

@@ -24,37 +24,36 @@ from torchrl_lightning.agents.networks.network_protocol import Network, network_
 STATE = "target_updater"
 # Names of the acting network in TorchRL's losses, in order of preference.
 _ACTING_NETWORKS = ("actor_network", "value_network", "local_value_network")
-_CRITIC_NETWORKS = ("qvalue_network", "value_network")  # names of the critics beside an actor
+_CRITIC_NETWORKS = ("qvalue_network", "value_network")  # names of the critics in losses with an actor
 
 
 class LossModuleAgent(AgentModule):
     """Train a TorchRL ``LossModule`` on the batches of a DataModule.
 
-    Each batch is one update: it minimises the sum of the loss's entries ``loss_...`` (or its ``loss``), then updates
-    the target networks. If the loss writes priorities (``td_error``), the buffer receives them. Entries are logged
-    under TorchRL's names: TorchRL's PPO losses log the estimate ``train/kl_approx_k1`` of :class:`PPOModule` as
-    ``train/kl_approx``.
-    The value estimator is built before a checkpoint is loaded, with TorchRL's defaults unless ``gamma`` is given or
-    ``loss`` has built one.
+    Each batch is one update. It minimises the sum of the loss's entries ``loss_...`` (or the entry ``loss``), then
+    updates the target networks. If the loss writes priorities (``td_error``), the buffer receives them. Entries are
+    logged under TorchRL's names. For example, the ``train/kl_approx`` of TorchRL's PPO losses is the
+    ``train/kl_approx_k1`` of :class:`PPOModule`. The value estimator is built before a checkpoint is loaded. It uses
+    ``gamma`` if set. Otherwise it has TorchRL's defaults, unless ``loss`` has already built an estimator.
 
     Args:
-        loss: With ``networks``, a TorchRL loss class or a partial of one. Without ``networks``, a callable that takes
-            the environment's specs (``observation``, ``action``, ...), builds networks and returns the loss; or a
-            ready loss.
-        networks: Builders of the loss's networks, under the names of its arguments: callables that take specs and
-            ``network``, such as :func:`build_critic`. Each critic of an ensemble is built separately, with its own
-            initial weights. The loss also receives ``action_space``, ``action_spec`` and ``num_actions`` if it has
-            these arguments.
+        loss: With ``networks``, a TorchRL loss class or a partial of one. Without ``networks``, a ready loss, or a
+            callable that takes the environment's specs (``observation``, ``action``, ...), builds the networks and
+            returns the loss.
+        networks: For each network argument of the loss, a callable that takes specs and ``network`` and builds the
+            network, such as :func:`build_critic`. Each critic of an ensemble is built separately, with its own initial
+            weights. The loss also receives ``action_space``, ``action_spec`` and ``num_actions`` if it has these
+            arguments.
         network: Network in front of the heads; ``MLPNetwork()`` by default.
         gamma: Discount of the value estimator and of the buffer; None keeps the loss's discount.
         minimised: The entries to minimise; None minimises all ``loss_...``.
         policy: The acting policy: a TensorDict module, or a callable that takes the loss's own acting network and
-            returns a module, e.g. with an exploration module behind it. The default is the loss's acting network
-            (``actor_network``, else ``value_network``, else ``local_value_network``).
+            returns a module, e.g. the network followed by an exploration module. The default is the loss's acting
+            network (``actor_network``, else ``value_network``, else ``local_value_network``).
         target_updater: A callable that takes the loss and returns a target updater, e.g.
             ``partial(torchrl.objectives.SoftUpdate, tau=0.005)``, for a loss with target networks.
-        critic_optimizer: A separate optimizer for the critics beside an actor; optional.
-        learning_rate: As in :class:`AgentModule`, like all arguments not listed here.
+        critic_optimizer: A separate optimizer for the critics if the loss also has an actor; optional.
+        learning_rate: As in :class:`AgentModule`, like all arguments that are not listed here.
 
     Raises:
         TypeError: ``loss`` does not return a ``LossModule``, the networks do not fit the environment, or neither the
@@ -161,7 +160,8 @@ class LossModuleAgent(AgentModule):
             raise ValueError(
                 f"minimised={unknown} must be entries of {type(loss).__name__}, which are {loss.out_keys}."
             )
-        # TorchRL's losses build these at first use, but a checkpoint must find them when it is loaded.
+        # TorchRL's losses build value estimator and target entropy at first use, but loading a checkpoint needs them
+        # before.
         if self.gamma is not None and loss.default_value_estimator is not None:
             loss.make_value_estimator(gamma=self.gamma)
         elif loss.default_value_estimator is not None:
@@ -174,8 +174,8 @@ class LossModuleAgent(AgentModule):
             )
         if self.acting is not None and not isinstance(self.acting, nn.Module):
             self.acting = self.acting(network)
-        # Not registered, so that a state dict contains the networks once, in the loss. A policy's additional modules
-        # are registered with `acting`.
+        # Do not register the networks, so that a state dict contains them only once, in the loss. A policy's additional
+        # modules are registered with `acting`.
         set_unregistered(
             self, _policy=network if self.acting is None else self.acting, _critic=_find_network(loss, "critic_network")
         )
@@ -200,7 +200,7 @@ class LossModuleAgent(AgentModule):
         return self._critic
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return one optimizer over the loss's parameters, and a second one for the critics if they have their own."""
+        """Return one optimizer of the loss's parameters, or two if the critics have a separate optimizer."""
         parameters = {
             name: parameter for name, parameter in self._built_loss.named_parameters() if parameter.requires_grad
         }
@@ -249,14 +249,15 @@ class LossModuleAgent(AgentModule):
 
 
 def _find_network(loss: LossModule, *names: str) -> Any:
-    """Return the loss's first network with one of these names, with the trained parameters, or None."""
+    """Return the first of these networks in the loss, with its trained parameters, or None."""
     name = next((name for name in names if name in loss.__dict__ or name in dict(loss.named_children())), None)
     return None if name is None else loss.get_stateful_net(name)
 
 
 def _acting_network(loss: LossModule) -> Any:
-    """Return the acting network or None; a functional loss returns a copy that writes only the entries of a step."""
-    # Random warm-up steps have neither distribution parameters nor the values of all actions, so omit them here too.
+    """Return the acting network or None. For a functional loss, it is a copy that writes only the entries of a step."""
+    # Random warm-up steps have neither distribution parameters nor the values of all actions, so the copy omits these
+    # entries too.
     network, keys = _find_network(loss, *_ACTING_NETWORKS), loss.tensor_keys
     if network is not None and loss.functional:
         # On-policy losses read the action's log-probability; losses with a Q-network sample their own actions.

@@ -1,4 +1,4 @@
-"""Metrics of LightningModules over environment frames: means of an epoch, and evaluation episodes."""
+"""Log the means of an epoch and the results of evaluation episodes; the logged step is the frame count."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MetricSums:
         self._predictions.append((prediction.detach(), target.detach()))
 
     def explained_variance(self) -> float | None:
-        r"""Return \(1 - \mathrm{Var}(y - \hat y) / \mathrm{Var}(y)\) of all predictions; None without variance."""
+        r"""Return \(1 - \mathrm{Var}(y - \hat y) / \mathrm{Var}(y)\) of all predictions; None if \(y\) is constant."""
         if not self._predictions:
             return None
         value, target = (
@@ -83,10 +83,10 @@ class MetricsModule(L.LightningModule):
     """Accumulate metrics, write them to the loggers at the end of an epoch, and log evaluation episodes."""
 
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("eval/return", "eval/return_std", "eval/length", "eval/success")
-    """Metrics of :meth:`validation_step`; the last one only if the environment reports success."""
+    """Metrics of :meth:`validation_step`; it logs the last metric only if the environment reports success."""
 
     training_metrics: ClassVar[tuple[str, ...]] = ()
-    """All metrics ``train/...`` of a run of this class; empty if not all are known."""
+    """All training metrics (``train/...``) of this class; empty if some are unknown."""
 
     checks_of_attributes: ClassVar[Mapping[str, tuple[Check, str] | None]] = {}
     """Check and setting name of each attribute that is a setting."""
@@ -100,7 +100,7 @@ class MetricsModule(L.LightningModule):
         self.last_epoch_metrics: dict[str, float] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Cache the signature of ``training_step``: Lightning inspects it at each step, for a tenth of its own time."""
+        """Cache the signature of ``training_step``; inspecting it takes a tenth of Lightning's time in each step."""
         super().__init_subclass__(**kwargs)
         step = vars(cls).get("training_step")
         if inspect.isfunction(step):
@@ -146,7 +146,7 @@ class MetricsModule(L.LightningModule):
         log_over_clock(self.trainer)
 
     def teardown(self, stage: str) -> None:
-        """Use Lightning's own step again for the rows that it logs."""
+        """Restore Lightning's own step count for the rows that Lightning logs."""
         log_over_lightning_steps(self.trainer)
 
     def on_validation_start(self) -> None:
@@ -171,7 +171,7 @@ class MetricsModule(L.LightningModule):
         return {f"{TRAINING}{name}": value for name, value in metrics.items()}
 
     def validation_step(self, batch: TensorDictBase, batch_idx: int) -> None:
-        """Log returns and lengths ``[E]`` of finished evaluation episodes, and the success rate if it is reported."""
+        """Log the returns and the lengths ``[E]`` of finished evaluation episodes, and the success rate if reported."""
         returns, lengths = batch.get("episode_return").float(), batch.get("episode_length").float()
         metrics: dict[str, Any] = {
             "eval/return": returns.mean(),

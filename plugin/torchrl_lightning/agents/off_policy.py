@@ -37,17 +37,17 @@ LossTerms = dict[str, Tensor]
 class OffPolicyModule(LossTermsModule):
     """An agent that learns from the batches of a replay buffer.
 
-    ``configure_model`` builds the networks from ``trainer.datamodule.specs``; without a trainer call ``build(specs)``.
-    ``targets`` holds a target network for each name in ``target_names``. A training step writes the absolute TD errors
-    into the batch as ``td_error``. It uses the entries ``priority_weight``, ``mask``, ``gamma`` and
-    ``steps_to_next_obs``. With a ``RecurrentNetwork``, batches are sequences ``[B, T]`` with stored recurrent states.
+    ``configure_model`` builds the networks from ``trainer.datamodule.specs``. Without a trainer, call ``build(specs)``.
+    ``targets`` holds a target network for each name in ``target_names``. A training step reads the entries
+    ``priority_weight``, ``mask``, ``gamma`` and ``steps_to_next_obs``, and writes the absolute TD errors into the batch
+    as ``td_error``. With a ``RecurrentNetwork``, batches are sequences ``[B, T]`` with stored recurrent states.
     Subclasses build the networks and return the loss in ``losses``, with the functions of
-    :mod:`torchrl_lightning.agents.loss_functions`. If the networks are perceptrons on one CPU, our agents compute
-    gradients without autograd, equal up to float error.
+    :mod:`torchrl_lightning.agents.loss_functions`. If the networks are perceptrons on one CPU, the agents of this
+    package compute the gradients without autograd. The results are equal up to float error.
 
     Args:
         network: Network in front of the heads; two layers of 256 rectified units by default.
-        gamma: Discount of one step.
+        gamma: Discount factor of one step.
         critic_optimizer: A separate optimizer for the critics' parameters; optional.
         tau: Step size of the soft update from the online to the target networks.
         target_interval: Number of updates between two updates of the target networks.
@@ -58,7 +58,8 @@ class OffPolicyModule(LossTermsModule):
         learning_rate: As in :class:`AgentModule`, like all arguments that are not listed here.
 
     Raises:
-        ValueError: An interval is below 1, ``tau`` is not in (0, 1], or no states exist to refresh.
+        ValueError: An interval is below 1, ``tau`` is not in (0, 1], or ``refresh_states`` is set without a
+            ``RecurrentNetwork``.
     """
 
     CONFIG_NAME: ClassVar[str | None] = None
@@ -105,7 +106,7 @@ class OffPolicyModule(LossTermsModule):
 
     @abstractmethod
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
-        """Return the parameters of ``actor`` (if any), ``critic`` and other learnt parts."""
+        """Return the parameters by name: ``critic``, and ``actor`` and other learnt parts if they exist."""
 
     def memory_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of the memory, if any; the critics' loss trains them."""
@@ -139,7 +140,8 @@ class OffPolicyModule(LossTermsModule):
                 specs = SimpleNamespace(observation=features_spec, action=specs.action)
                 network = MLPNetwork(list(network.head_sizes), network.activation)
             policy = self.build_networks(specs, network)
-            # Not registered, because the state dict already holds the networks as attributes of this module.
+            # Do not register the policy, because the state dict already contains its networks as attributes of this
+            # module.
             set_unregistered(self, _policy=policy)
             names = [*self.target_names, *(["memory"] if self.memory is not None else [])]
             self.targets = TargetNetworks({name: getattr(self, name) for name in names})
@@ -148,11 +150,11 @@ class OffPolicyModule(LossTermsModule):
 
     @property
     def policy(self) -> ExploringPolicy:
-        """The policy: it explores, or exploits under ``ExplorationType.DETERMINISTIC``."""
+        """The policy. It explores, except under ``ExplorationType.DETERMINISTIC``."""
         return self.require_built(self._policy)
 
     def network_inputs(self, step: TensorDictBase) -> Entries:
-        """Return the input of actor and critics for observations ``[B]``: the entries, or the memory's features."""
+        """Return the input of actor and critics: the observation entries ``[B]``, or features of the memory."""
         entries = [step.get(key) for key in self._keys]
         if self.memory is None:
             return entries
@@ -173,7 +175,7 @@ class OffPolicyModule(LossTermsModule):
     # -- optimizers and schedules -----------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return one optimizer, or two if the critics have their own."""
+        """Return one optimizer, or two if the critics have a separate optimizer."""
         groups = self.parameter_groups()
         critic = groups.pop("critic")
         others = [parameter for group in groups.values() for parameter in group]
@@ -209,7 +211,7 @@ class OffPolicyModule(LossTermsModule):
             self.update_exploration()
 
     def _write_states(self, batch: TensorDictBase, states: tuple[Entries, Entries]) -> None:
-        """Write refreshed states into a batch; write the next states only for stored keys and one-step transitions."""
+        """Write refreshed states into a batch; next states only for stored keys and one-step transitions."""
         written_keys: list[NestedKey] = []
         levels: list[tuple[str, ...]] = [()] if "steps_to_next_obs" in batch else [(), ("next",)]
         for prefix, values in zip(levels, states, strict=False):
@@ -222,12 +224,12 @@ class OffPolicyModule(LossTermsModule):
         self._rewritten_entries = batch, written_keys
 
     def rewritten_keys(self, batch: TensorDictBase) -> list[NestedKey]:
-        """Return the keys that the training step has rewritten in a batch, for the buffer to store."""
+        """Return the keys of the entries that the training step has rewritten and that the buffer must store."""
         rewritten_batch, keys = self._rewritten_entries
         return keys if batch is rewritten_batch else []
 
     def compute(self, batch: Transitions) -> tuple[LossTerms, Tensor]:
-        """Return ``losses`` of a batch, compiled if configured; a memory first replaces the batch's observations."""
+        """Return ``losses`` of a batch, compiled if configured. A memory first replaces the observations."""
         targets = self.require_built(self.targets)
         with targets.evaluation:
             if self.memory is not None:
@@ -246,12 +248,12 @@ class OffPolicyModule(LossTermsModule):
     # -- state ------------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the exploration and the number of updates, which determines delays and target updates."""
+        """Save the exploration and the number of updates, which determines when delayed updates are due."""
         super().on_save_checkpoint(checkpoint)
         checkpoint[STATE] = {"updates": self.updates, "exploration": float(self.policy.amount)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore this state; raise an error for another environment, a KeyError for another kind of module."""
+        """Restore this state; raise KeyError for another kind of module, and an error for another environment."""
         super().on_load_checkpoint(checkpoint)
         if STATE not in checkpoint:
             raise KeyError(f"the checkpoint has no entry {STATE!r}, because an off-policy module did not write it")

@@ -1,7 +1,8 @@
 """Validate stored optimizer states against a run's optimizers before anything is loaded.
 
-torch's fused kernels index the moments by the size of the parameters. A moment of another size would make them read and
-write outside its memory. :meth:`torch.optim.Optimizer.load_state_dict` compares only the number of parameters.
+torch's fused kernels index the moments by the size of the parameters. With a moment of another size, the kernels would
+read and write outside the moment's memory. :meth:`torch.optim.Optimizer.load_state_dict` compares only the number of
+parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _STATE_KEYS = {"state", "param_groups"}
 
 
 def check_optimizer_states(optimizers: Sequence[Optimizer], states: Any) -> None:
-    """Validate the states of a checkpoint against optimizers of copied parameters, each after one trial step.
+    """Compare a checkpoint's states with the states of optimizers of copied parameters after one trial step.
 
     The trial step changes the optimizers and their parameters.
 
@@ -130,7 +131,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _trial_step(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
-    """Step an optimizer of copied parameters with stored settings and return the state of each parameter."""
+    """Make one step with stored settings on copied parameters and return the new state of each parameter."""
     parameters: list[nn.Parameter] = []
     for group, stored in zip(optimizer.param_groups, groups, strict=True):
         group.update(stored)
@@ -139,7 +140,7 @@ def _trial_step(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], name:
         parameters += group["params"]
     try:
         with torch.random.fork_rng(devices=[]):
-            for number, parameter in enumerate(parameters):  # no optimizer takes these values for a minimum
+            for number, parameter in enumerate(parameters):  # the gradients of these values are not zero
                 parameter.data = torch.full_like(parameter, 1.0 + number, memory_format=torch.preserve_format)
             optimizer.step(lambda: _quadratic(parameters))  # type: ignore[arg-type, return-value]
     except Exception as error:  # settings from a file may raise any error
@@ -237,7 +238,7 @@ def _describe(value: Any) -> str:
 
 
 def _check_no_shared_memory(states: Sequence[Mapping[str, Any]]) -> None:
-    """Validate that no two tensors of the states share memory: a step would change both."""
+    """Validate that no two tensors of the states share memory, because a step would change both."""
     spans = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
         for state in states

@@ -72,7 +72,7 @@ class EntropyModule(ActorCriticModule):
         self.add_coefficient("entropy_coeff", self.entropy_coeff, self.entropy_schedule)
 
     def entropy_terms(self, entropy: Tensor) -> dict[str, Tensor]:
-        """Return the entropy bonus as a loss, without a gradient if its weight is 0, and the entropy."""
+        """Return the entropy, and the entropy bonus as a loss; a bonus with weight 0 has no gradient."""
         mean = entropy.mean()
         has_weight = self._coefficients["entropy_coeff"][0] != 0.0
         return {
@@ -103,7 +103,7 @@ class A2CModule(EntropyModule):
         }
         behaviour = batch.get("action_log_prob", None)
         if behaviour is not None:
-            # |rho - 1|: distance between current and behaviour policy; zero on fresh data.
+            # |rho - 1| is the distance between current and behaviour policy. It is zero on fresh data.
             terms["ratio_deviation"] = mean_over_agent_steps((log_prob.detach() - behaviour).expm1().abs(), batch)
         return terms
 
@@ -126,19 +126,23 @@ class VTraceModule(A2CModule):
 class PPOModule(EntropyModule):
     r"""PPO with a clipped objective (Schulman et al., 2017).
 
-    It logs two estimates of the KL divergence between the behaviour policy \(\mu\) and the current policy \(\pi\), over
-    the steps of the policy (not replayed ones). Let \(\rho = \pi(a|s) / \mu(a|s)\). ``train/kl_approx`` is the mean of
-    \(\rho - 1 - \log\rho\), is never negative, and is compared with ``target_kl``. ``train/kl_approx_k1`` is the mean
-    of \(-\log\rho\); TorchRL's losses call it ``kl_approx``. These are the estimators k3 and k1 of Schulman (2020),
-    Approximating KL Divergence, http://joschu.net/blog/kl-approx.html.
+    It logs two estimates of the KL divergence between the behaviour policy \(\mu\) and the current policy \(\pi\). Both
+    exclude replayed steps. Let \(\rho = \pi(a|s) / \mu(a|s)\).
+
+    * ``train/kl_approx`` is the mean of \(\rho - 1 - \log\rho\). It is never negative, and ``target_kl`` limits it.
+    * ``train/kl_approx_k1`` is the mean of \(-\log\rho\). TorchRL's losses call it ``kl_approx``.
+
+    These are the estimators k3 and k1 of Schulman (2020), Approximating KL Divergence,
+    http://joschu.net/blog/kl-approx.html.
 
     Args:
         network: Network in front of the heads; ``MLPNetwork()`` by default.
         clip_epsilon: Clipping range of the probability ratio around 1.
         clip_schedule: Schedule of ``clip_epsilon`` over frames.
-        normalize_advantage: Standardise the advantage within each mini-batch. None standardises unless the buffer has
-            standardised over the rollout. False raises an error if the buffer has.
-        target_kl: Skip an update and the rest of its epoch if its ``kl_approx`` exceeds 1.5 times this value.
+        normalize_advantage: Standardise the advantage within each mini-batch. None standardises it only if the buffer
+            has not standardised it over the rollout. False raises an error if the buffer standardises it.
+        target_kl: Skip an update and the rest of the epoch if the ``kl_approx`` of the update exceeds 1.5 times this
+            value.
         entropy_coeff: As in :class:`EntropyModule`, like all arguments that are not listed here.
 
     Examples:
@@ -212,7 +216,7 @@ class PPOModule(EntropyModule):
         }
 
     def should_stop(self, terms: Mapping[str, Tensor]) -> bool:
-        """Return whether the KL divergence from the behaviour policy exceeds its limit; the same on all ranks."""
+        """Return whether the KL divergence from the behaviour policy exceeds its limit; all ranks return the same."""
         if self.target_kl is None:
             return False
         divergence = self.trainer.strategy.reduce(terms["kl_approx"], reduce_op="mean")
@@ -220,7 +224,7 @@ class PPOModule(EntropyModule):
 
 
 def _learns_once(data: DataApi) -> bool:
-    """Return whether a DataModule serves one update of each rollout, collected by the current policy."""
+    """Return whether the current policy collects each rollout and makes only one update with it."""
     return not data.make_collector and data.resolved_updates_per_epoch == 1  # a user's collector may use older weights
 
 

@@ -47,13 +47,14 @@ from torchrl_lightning.environments.masks import allowed_values
 
 
 class DQNModule(OffPolicyModule):
-    r"""DQN (Mnih et al., 2015), by default double (van Hasselt et al., 2016).
+    r"""DQN (Mnih et al., 2015), or double DQN (van Hasselt et al., 2016) by default.
 
-    It minimises \(d(Q(s, a), r + \gamma \bar Q(s', a^*))\) with the target network \(\bar Q\); \(a^*\) is the best
-    action of the target network or, if double, of the online one, among the actions that an ``action_mask`` allows.
+    It minimises \(d(Q(s, a), r + \gamma \bar Q(s', a^*))\) with the target network \(\bar Q\). The action \(a^*\) is
+    the best of the actions that an ``action_mask`` allows. Double DQN selects \(a^*\) with the online network, and DQN
+    with the target network.
 
-    With a ``RecurrentNetwork`` this is the learner of R2D2 (Kapturowski et al., 2019): sequences with stored states
-    and masked burn-in steps.
+    With a ``RecurrentNetwork`` this is the learner of R2D2 (Kapturowski et al., 2019). It learns from sequences with
+    stored states and masked burn-in steps.
 
     Args:
         network: Network in front of the heads; two layers of 64 rectified units by default.
@@ -63,9 +64,10 @@ class DQNModule(OffPolicyModule):
         epsilon_start: Initial probability of a random action.
         epsilon_end: Final probability.
         epsilon_frames: Number of frames from the initial to the final probability.
-        epsilon_spread: Difference between the workers of a collector: worker ``i`` of ``N`` explores with that
+        epsilon_spread: Spread of the probabilities over the workers of a collector. Worker ``i`` of ``N`` raises the
             probability to the power ``1 + epsilon_spread * i / (N - 1)``, as in Ape-X (Horgan et al., 2018).
-        margin_coeff: Weight of DQfD's margin loss (Hester et al., 2018) on demonstrations, a batch's ``dataset_share``.
+        margin_coeff: Weight of DQfD's margin loss (Hester et al., 2018) on the demonstrations of a batch, which need
+            ``dataset_share`` of the DataModule.
         margin: Margin of the demonstrated action's value over the other actions' values.
         gamma: As in :class:`OffPolicyModule`, like the following arguments.
 
@@ -117,7 +119,7 @@ class DQNModule(OffPolicyModule):
         )
 
     def build_networks(self, specs: Any, network: Network) -> EpsilonGreedyPolicy:
-        """Build the action values and the policy."""
+        """Build the Q-network and the policy."""
         self.q_network = build_q_network(specs, network, dueling=self.dueling)
         return EpsilonGreedyPolicy(self.q_network, self.memory, spread=self.epsilon_spread, masked=self.masked)
 
@@ -126,11 +128,11 @@ class DQNModule(OffPolicyModule):
         return [self.q_network.values(self.network_inputs(step))]
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
-        """Return all parameters as ``critic``."""
+        """Return all parameters under the name ``critic``."""
         return {"critic": [*self.q_network.parameters(), *self.memory_parameters()]}
 
     def losses(self, batch: Transitions) -> tuple[LossTerms, Tensor]:
-        """Return the loss, the mean value and the optional margin loss, and the absolute errors ``[*B]``."""
+        """Return the loss terms (TD loss, mean value, optional margin loss) and the absolute errors ``[*B]``."""
         network, targets = self.q_network, self.require_built(self.targets)
         all_values, one_hot = network.values(batch.now), network.action_space == "one_hot"
         values = value_of_action(all_values, batch.action, one_hot=one_hot)
@@ -154,12 +156,13 @@ class DQNModule(OffPolicyModule):
 
 
 class SACModule(OffPolicyModule):
-    r"""SAC with a learnt temperature (Haarnoja et al., 2018); continuous bounded actions.
+    r"""SAC with a learnt temperature, for continuous bounded actions (Haarnoja et al., 2018).
 
     It minimises these losses, with target critics \(\bar Q_i\), \(a' \sim \pi(s')\) and \(\tilde a \sim \pi(s)\):
-    critics \(\sum_i d(Q_i(s, a), r + \gamma (\min_j \bar Q_j(s', a') - \alpha \log\pi(a'|s')))\),
-    actor \(\alpha \log\pi(\tilde a|s) - \min_i Q_i(s, \tilde a)\),
-    temperature \(-\log\alpha\,(\log\pi(\tilde a|s) + \bar H)\).
+
+    * critics: \(\sum_i d(Q_i(s, a), r + \gamma (\min_j \bar Q_j(s', a') - \alpha \log\pi(a'|s')))\),
+    * actor: \(\alpha \log\pi(\tilde a|s) - \min_i Q_i(s, \tilde a)\),
+    * temperature: \(-\log\alpha\,(\log\pi(\tilde a|s) + \bar H)\).
 
     With a ``RecurrentNetwork``, actor and critics share the features of a memory. The memory starts from the stored
     states, and the critics' loss trains it.
@@ -169,7 +172,7 @@ class SACModule(OffPolicyModule):
         num_critics: Number of critics; the losses use the minimum of their values.
         alpha: Initial temperature.
         learn_alpha: Learn the temperature so that the entropy approaches ``target_entropy``.
-        target_entropy: Target entropy in nats; minus the number of action dimensions by default.
+        target_entropy: The target entropy in nats; minus the number of action dimensions by default.
         alpha_optimizer: A factory of a separate optimizer for the temperature; optional.
         loss_function: ``"l2"``, ``"smooth_l1"`` or ``"l1"``.
         gamma: As in :class:`OffPolicyModule`, like the following arguments.
@@ -235,13 +238,13 @@ class SACModule(OffPolicyModule):
         return groups
 
     def apply_schedules(self) -> None:
-        """Set learning rates and a constant temperature, because a checkpoint may have loaded another temperature."""
+        """Set the learning rates. Set a constant temperature again, because a checkpoint may contain another value."""
         super().apply_schedules()
         if not isinstance(self.log_alpha, nn.Parameter):
             self.log_alpha.fill_(math.log(self.alpha))
 
     def losses(self, batch: Transitions) -> tuple[LossTerms, Tensor]:
-        """Return losses and diagnostics, and the maximum absolute errors of the critics ``[*B]``."""
+        """Return the losses with diagnostics, and the largest absolute error over the critics ``[*B]``."""
         encoder, head, critics = self.actor_network.trunk.encoder, self.actor_network.head, self.critics
         alpha = self.log_alpha.detach().exp()
         with torch.no_grad():
@@ -270,12 +273,15 @@ class SACModule(OffPolicyModule):
 
 
 class TD3Module(OffPolicyModule):
-    r"""TD3 (Fujimoto et al., 2018); continuous bounded actions.
+    r"""TD3 for continuous bounded actions (Fujimoto et al., 2018).
 
     It minimises these losses, with target networks \(\bar Q_i, \bar\pi\) and clipped noise \(\epsilon\):
-    critics \(\sum_i d(Q_i(s, a), r + \gamma \min_j \bar Q_j(s', \bar\pi(s') + \epsilon))\), actor \(-Q_1(s, \pi(s))\).
 
-    All noise is in units of half the action range. ``target_interval`` also delays the policy, as in the paper.
+    * critics: \(\sum_i d(Q_i(s, a), r + \gamma \min_j \bar Q_j(s', \bar\pi(s') + \epsilon))\),
+    * actor: \(-Q_1(s, \pi(s))\).
+
+    All noise is in units of half the action range. ``target_interval`` also delays the updates of the policy, as in the
+    paper.
 
     Args:
         network: Network in front of the heads; two layers of 256 rectified units by default.
@@ -346,7 +352,7 @@ class TD3Module(OffPolicyModule):
         return self._updates_actor
 
     def losses(self, batch: Transitions) -> tuple[LossTerms, Tensor]:
-        """Return the losses and the mean value, and the maximum absolute errors of the critics ``[*B]``."""
+        """Return the losses with the mean value, and the largest absolute error over the critics ``[*B]``."""
         targets = self.require_built(self.targets)
         with torch.no_grad():
             actor = targets.actor_network

@@ -14,10 +14,11 @@ from torchrl_lightning.agents.transitions import Entries, Transitions
 def successor_layout(boundary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Arrange the steps and successors of windows as one sequence for a recurrent network.
 
-    Usually the successor of a step is the next step. At the end of the window, and before a boundary ``[B, T]`` where
-    another episode follows, the successor is inserted. An episode start follows it, so it does not affect later steps.
-    Return the positions of the steps ``[B, T]``, the positions of their successors ``[B, T]``, and the source of each
-    position ``[B, L]``: ``t`` for step t, ``T + t`` for its successor.
+    Usually the successor of a step is the next step. If ``boundary`` ``[B, T]`` is set for a step, another episode
+    follows. The successor of this step, and of the last step, is then inserted after the step. An inserted successor
+    does not affect later steps, because an episode start follows. Return the positions of the steps ``[B, T]``, the
+    positions of their successors ``[B, T]``, and the source of each position ``[B, L]``: ``t`` for step t, ``T + t``
+    for its successor.
     """
     batch, length = boundary.shape
     ends = boundary.clone()
@@ -54,7 +55,7 @@ def encode_sequence(batch: Transitions, online: RecurrentTrunk, target: Recurren
     length = batch.reward.shape[1]
     boundary = batch.done.clone()
     if batch.steps is not None:
-        boundary &= batch.steps == 1  # with several steps, done belongs to a later step
+        boundary &= batch.steps == 1  # with n-step transitions, `done` belongs to a later step
     boundary[:, :-1] |= batch.is_init[:, 1:]
     if batch.mask is not None:
         boundary[:, :-1] |= batch.mask[:, :-1] & ~batch.mask[:, 1:]  # padding follows
@@ -98,7 +99,8 @@ def _last_steps(boundary: Tensor, steps: Tensor, mask: Tensor | None) -> tuple[T
     last = torch.arange(length, device=steps.device) + steps - 1
     is_known = last < length
     last = last.clamp(max=length - 1)
-    # The entry after the end of a piece is the stored successor of one step: valid only for one-step transitions.
+    # The entry after the end of a segment is the stored successor of one step. It is valid only for one-step
+    # transitions.
     is_known &= (segments.gather(1, last) == segments) & (~ends | (steps == 1)).gather(1, last)
     return last, is_known if mask is None else mask & is_known
 
@@ -107,7 +109,7 @@ def recompute_states(batch: Transitions, memory: RecurrentTrunk) -> tuple[Entrie
     """Return the states before and after each step, recomputed with the current memory.
 
     Stored states become stale as the memory learns, and each window starts with a stored state (Kapturowski et al.,
-    2019, section 3). The state before the first step is kept: recomputing it would need earlier steps.
+    2019, section 3). The state before the first step is not recomputed, because this would need earlier steps.
     """
     assert batch.is_init is not None
     assert batch.states is not None

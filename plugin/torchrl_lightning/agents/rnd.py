@@ -1,4 +1,4 @@
-"""Random network distillation: the prediction error for a fixed random network as an intrinsic reward."""
+"""Random network distillation: the intrinsic reward is the error of predicting a fixed random network."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RandomNetworkDistillation(Settings, nn.Module):
     \(r^{int} = \frac{1}{d}\lVert f(\tilde o') - \hat f(\tilde o') \rVert^2\).
     Observations are whitened by running moments over all observations so far:
     \(\tilde o = \mathrm{clip}((o - \mu)/\sigma, \pm 5)\).
-    The rewards are raw: the buffer normalises them and estimates their returns.
+    The rewards are raw. The buffer normalises them and estimates their returns.
 
     Args:
         network: Network in front of the embedding; ``MLPNetwork([64, 64], "relu")`` by default.
@@ -66,7 +66,7 @@ class RandomNetworkDistillation(Settings, nn.Module):
         self._target_mode = EvaluationMode()
 
     def build(self, specs: Any) -> RandomNetworkDistillation:
-        """Build both networks and the running moments for an environment's specs and return the module, once."""
+        """Build networks and running moments from the specs and return the module; a second call does nothing."""
         if self.target is None:
             keys_and_entries = zip(*observation_entries(specs), strict=True)
             nonempty = [(key, entry) for key, entry in keys_and_entries if entry.shape.numel()]

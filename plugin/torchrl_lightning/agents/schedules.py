@@ -60,7 +60,7 @@ _NAMED: dict[str, Schedule] = {"constant": ConstantSchedule(), "linear": LinearS
 
 
 def as_schedule(schedule: str | Schedule | None) -> Schedule:
-    """Return the schedule with this name, or the given function itself; None is constant."""
+    """Return the schedule with this name, or a function unchanged. None returns the constant schedule."""
     if schedule is None:
         return ConstantSchedule()
     if not isinstance(schedule, str):
@@ -73,8 +73,8 @@ def as_schedule(schedule: str | Schedule | None) -> Schedule:
 def progress_of(trainer: Any) -> float | None:
     """Return the completed fraction of a run; None if its end is unknown.
 
-    It is the fraction of the DataModule's ``total_frames``, if set. Otherwise it is the fraction of the trainer's
-    ``max_epochs`` or ``max_steps``, whichever is reached first.
+    The length of the run is the DataModule's ``total_frames`` if set. Otherwise it is the trainer's ``max_epochs`` or
+    ``max_steps``, whichever is reached first.
     """
     data = getattr(trainer, "datamodule", None)
     total = getattr(data, "total_frames", None) or -1

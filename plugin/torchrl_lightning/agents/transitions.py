@@ -27,22 +27,22 @@ class Transitions:
     after: Entries  # entries of the true successor, input of the online networks
     after_target: Entries  # the same entries, input of the target networks
     action: Tensor  # [*B, *A]
-    reward: Tensor  # summed over the steps between now and after
-    terminated: Tensor  # whether after is terminal, so that its value is 0
-    done: Tensor | None  # whether the episode ends at after, for any reason
-    discount: float | Tensor  # factor of the value of after; a tensor if the number of steps varies
+    reward: Tensor  # summed over the steps between `now` and `after`
+    terminated: Tensor  # whether `after` is terminal; its value is then 0
+    done: Tensor | None  # whether the episode ends at `after`, for any reason
+    discount: float | Tensor  # factor of the value of `after`; a tensor if the number of steps varies
     weight: Tensor | None = None  # importance weights, if the batch has any
-    mask: Tensor | None = None  # valid steps; all if None
+    mask: Tensor | None = None  # valid steps; None means all steps
     # For recurrent networks:
-    is_init: Tensor | None = None  # whether an episode starts at now
-    states: Entries | None = None  # recurrent states before now
-    steps: Tensor | None = None  # number of steps from now to after; one if None
+    is_init: Tensor | None = None  # whether an episode starts at `now`
+    states: Entries | None = None  # recurrent states before `now`
+    steps: Tensor | None = None  # number of steps from `now` to `after`; None means one step
     allowed: Tensor | None = None  # actions allowed after the step [*B, A]; all if None
-    source: Tensor | None = None  # number of the row's source buffer, 0 for the agent's own; None for one buffer
+    source: Tensor | None = None  # number of the row's source buffer, 0 for the agent's buffer; None without others
 
     @property
     def detached(self) -> Entries:
-        """``now`` without a gradient into a memory."""
+        """``now``, detached so that no gradient reaches the memory."""
         return [entry.detach() for entry in self.now]
 
     def target(self, value: Tensor) -> Tensor:
@@ -83,10 +83,10 @@ def read_transitions(
 ) -> Transitions:
     """Read the entries that a loss needs from transitions ``[B]`` or sequences ``[B, T]``.
 
-    The discount is the batch's ``gamma`` entry if present, else the argument ``gamma`` to the power of the batch's
-    ``steps_to_next_obs``, else ``gamma``. TorchRL's ``MultiStepTransform`` writes both entries. ``mask`` marks valid
-    steps and ``priority_weight`` weights them. If ``masked``, the successors' ``action_mask`` marks allowed actions. A
-    KeyError names a missing entry.
+    The discount is the batch's ``gamma`` entry if present. Otherwise it is the argument ``gamma``, raised to the power
+    of the batch's ``steps_to_next_obs`` if present. TorchRL's ``MultiStepTransform`` writes both entries. ``mask``
+    marks valid steps and ``priority_weight`` weights them. If ``masked``, the successors' ``action_mask`` marks allowed
+    actions. Raise KeyError if a required entry is missing.
     """
     # Read as plain dicts: a TensorDict's `get` takes two microseconds, and a batch has a dozen entries.
     entries = raw_items(batch)
@@ -105,7 +105,7 @@ def read_transitions(
     weight = entries.get("priority_weight")
     if weight is not None:
         weight = weight.to(reward.dtype)
-        # One weight for each step, or one for each sequence.
+        # The batch has one weight for each step or one weight for each sequence.
         weight = weight.reshape(shape) if weight.numel() == shape.numel() else weight.reshape(shape[0], 1).expand(shape)
     mask = entries.get("mask")
     done = is_init = states = num_steps = None
@@ -133,7 +133,7 @@ def read_transitions(
 
 
 def _entries(first_level: Mapping[str, Any], keys: Sequence[NestedKey], batch: TensorDictBase) -> Entries:
-    """Return these entries of a batch, starting from one of its levels."""
+    """Return the entries with these keys from one level of a batch."""
     entries = []
     for key in keys:
         value: Any = first_level

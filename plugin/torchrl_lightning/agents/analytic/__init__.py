@@ -32,8 +32,8 @@ def make_analytic_update(agent: Any) -> AnalyticUpdate | None:
         agent: An agent in a fit, with trainer, networks and optimizers.
 
     Returns:
-        A function of a batch; it returns None if autograd must compute this batch. Or None if autograd must compute
-        all batches, because the agent, its networks or the run are not supported.
+        A function that takes a batch, or None if the agent, its networks or the run are not supported. The function
+        returns None if autograd must compute the batch.
     """
     update_class = _UPDATES.get(defining_class(agent, "losses"))
     try:

@@ -25,17 +25,17 @@ from torchrl_lightning.agents.analytic.perceptrons import (
 )
 from torchrl_lightning.kernels.compiled import jitted
 
-MAX_PRODUCTS = 1 << 21  # limit of rows times weights; torch is faster above it
+MAX_PRODUCTS = 1 << 21  # largest number of rows times weights; torch is faster for more
 
 
 def compiled_call(policy: Any, step: TensorDictBase) -> Callable[[], dict[Any, Tensor]] | None:
-    """Return a compiled ``policy.compute_step`` of a CPU step ``[N]`` with fixed tensors that the caller overwrites.
+    """Return a compiled ``policy.compute_step`` for a CPU step ``[N]``; the caller overwrites the step's tensors.
 
-    The call draws the same random numbers as the policy and equals it up to float error. It may return the same
-    tensors each time. If the policy's modules change later, the call uses the policy itself.
+    The call draws the same random numbers as the policy. The results are equal up to float error. It may return the
+    same tensors each time. If the policy's modules change later, the call uses the policy itself.
 
     Returns:
-        The call, or None if the policy is not one of ours with a small perceptron.
+        The call, or None if the policy is not a policy of this package with a small perceptron.
     """
     build = _POLICIES.get(defining_class(policy, "select_action", "apply_mask") or defining_class(policy, "act"))
     try:
@@ -71,7 +71,7 @@ class CompiledLayers:
         entries: The vectors, ``[N, F_i]``, with fixed memory that the caller overwrites.
         trunk: The module from vectors to features.
         head: The module from features to outputs.
-        head_vectors: Further parameters and buffers for the kernel, besides the linear layers.
+        head_vectors: Additional parameters and buffers for the kernel.
 
     Raises:
         Unsupported: The modules contain other layers, or are too large.
@@ -132,10 +132,10 @@ class ActionSelection:
     Attributes:
         kernel: The compiled kernel. Its arguments are the arguments of the layers, the amount of noise (0 for the mode
             or the mean), ``arguments`` and ``outputs``.
-        draw_noise: Draws the noise in ``arguments``.
+        draw_noise: A function that draws the noise in ``arguments``.
         outputs: The output tensors, the action first.
-        amount: Returns the amount of noise; 1 if None.
-        to_dict: Converts the outputs to a dict; by default the dict contains only the action.
+        amount: A function that returns the amount of noise; None means an amount of 1.
+        to_dict: A function that converts the outputs to a dict; by default the dict contains only the action.
     """
 
     layers: CompiledLayers

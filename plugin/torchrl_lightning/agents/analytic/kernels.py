@@ -1,8 +1,8 @@
-"""Compiled passes of perceptrons: forward for a few rows with action selection, and losses with gradients.
+"""Compiled kernels for perceptrons: action selection for a few rows, and losses with gradients.
 
 All numbers are float32. A table ``[L + 1, 5]`` describes the L linear layers of an acting network. A row contains the
 addresses of weight ``[out, in]`` and bias, the numbers of inputs and outputs, and the activation. The last row contains
-the addresses of the head's vectors ``[A]``. In losses, the row weights ``weight`` add up to 1.
+the addresses of the head's vectors ``[A]``. The losses expect row weights ``weight`` that add up to 1.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def act_epsilon_greedy(
 def act_categorical(
     x: Any, layers: Any, work: Any, out: Any, exploration: float, noise: Any, action: Any, log_prob: Any
 ) -> None:
-    """Sample actions from logits by exponential noise ``[N, A]``, or take the mode; write log-probabilities (numba)."""
+    """Sample actions from logits by exponential noise ``[N, A]`` or take the mode; write log-probabilities (numba)."""
     forward(x, layers, work, out)
     for r in range(len(out)):
         logits, best_score, best_action = out[r], np.float32(-np.inf), 0
@@ -281,7 +281,8 @@ def write_critic_targets(values: Any, log_prob: Any, alpha: float, step: Any, ta
 def critic_loss(values: Any, target: Any, weight: Any, kind: int, grad: Any, max_error: Any) -> Any:
     """Return the loss and the mean of a critic's values ``[B]`` (numba).
 
-    ``grad`` ``[B]`` receives the gradient. ``max_error`` ``[B]`` is replaced by the absolute error if this is larger.
+    ``grad`` ``[B]`` receives the gradient. ``max_error`` ``[B]`` receives each absolute error that is larger than the
+    stored value.
     """
     loss = mean = 0.0
     for r in range(len(target)):
@@ -337,7 +338,7 @@ def clamp(value: Any, low: Any, high: Any) -> Any:
 
 
 def actor_objective(values: Any, log_prob: Any, alpha: float, weight: Any, best: Any) -> Any:
-    """Return the mean minimum of values ``[N, B]`` minus alpha log-probabilities, and the mean of these (numba).
+    """Return the mean of minimum values ``[N, B]`` minus alpha log-probabilities, and the mean log-probability (numba).
 
     ``best`` ``[B]`` receives the index of the critic with the smallest value.
     """
@@ -368,7 +369,7 @@ def ppo_categorical_loss(
         action: executed actions, ``[B]``.
         old_log_prob: log-probabilities of the actions at collection time, ``[B]``.
         advantage: advantages, ``[B]``.
-        clip: clip range of the ratio around 1.
+        clip: clipping range of the ratio around 1.
         entropy_coeff: weight of the entropy.
         grad: receives the gradient of the objective minus the weighted entropy, ``[B, A]``.
     """
@@ -419,7 +420,7 @@ def ppo_clipped_normal_loss(
         action: executed actions, ``[B, A]``.
         old_log_prob: log-probabilities of the actions at collection time, ``[B]``.
         advantage: advantages, ``[B]``.
-        clip: clip range of the ratio around 1.
+        clip: clipping range of the ratio around 1.
         entropy_coeff: weight of the entropy before clipping.
         box: center and half-range of the actions, the log deviation in units of the half-range, and the bounds low and
             high, ``[A]`` each.
@@ -466,7 +467,7 @@ def ppo_clipped_normal_loss(
 
 
 def clipped_objective(log_ratio: Any, advantage: Any, clip: float) -> Any:
-    """Return a step's PPO objective, True if it is the unclipped term, and 1 if the ratio is out of range (numba)."""
+    """Return a step's PPO objective, whether it is the unclipped term, and 1 if the ratio is out of range (numba)."""
     ratio = np.exp(log_ratio)
     unclipped, bound = ratio * advantage, advantage + np.float32(clip) * abs(advantage)
     return min(unclipped, bound), unclipped <= bound, 1.0 if abs(ratio - np.float32(1.0)) > clip else 0.0

@@ -84,7 +84,7 @@ def array_of(parameter: Tensor) -> Array:
 
 
 class ModuleGuard:
-    """Detect changes of modules since construction: other children, or hooks."""
+    """Detect modules with other children or other hooks than at construction."""
 
     def __init__(self, *modules: nn.Module) -> None:
         submodules = [submodule for module in modules for submodule in module.modules()]
@@ -161,7 +161,8 @@ class Perceptron:
     def allocate(self, rows: int, buffers: GradBuffers | None = None) -> LayerOutputs:
         """Allocate the outputs of the layers and, in ``buffers``, the gradients between layers; return the outputs."""
         shared: GradBuffers = {} if buffers is None else buffers
-        # Two buffers alternate: each layer reads the gradient from the layer above and writes its own.
+        # Two buffers alternate. Each layer reads its output gradient from one buffer and writes its input gradient into
+        # the other buffer.
         keys = [(number % 2, len(weight)) for number, (weight, _, _) in enumerate(self.layers)]
         self._input_grads = [shared.setdefault(key, np.empty((rows, key[1]), np.float32)) for key in keys]
         return [np.empty((rows, len(bias)), np.float32) for _, bias, _ in self.layers]
@@ -195,7 +196,7 @@ class Perceptron:
                 grad = np.dot(grad, weight.T, out=self._input_grads[number])
 
     def input_gradient(self, outputs: LayerOutputs, rows: Array, grad: Array, columns: int) -> Array:
-        """Return the gradient of the last ``columns`` inputs for ``rows`` ``[n]``, from the output's ``[n, O]``."""
+        """Return the last ``columns`` of the input gradient of ``rows`` ``[n]`` from the output gradient ``[n, O]``."""
         for number in reversed(range(len(self.layers))):
             weight, _, activation = self.layers[number]
             self._backward_activation(grad, outputs[number], rows, activation, _NO_BIAS_GRAD)

@@ -1,4 +1,4 @@
-"""Updates without autograd: analytic gradients of DQN, SAC, TD3 and PPO for perceptrons.
+"""Compute updates without autograd: analytic gradients of DQN, SAC, TD3 and PPO for perceptrons.
 
 NumPy computes the matrix products, and kernels compute the other operations. Parameters and gradients are not copied.
 """
@@ -61,7 +61,7 @@ class AnalyticUpdate(ABC):
     """
 
     methods: ClassVar[tuple[str, ...]] = ("losses",)
-    """The agent's methods that this class replaces; user code that overrides one needs autograd."""
+    """The agent's methods that this class replaces. If user code overrides these methods, autograd is necessary."""
 
     def __init__(self, agent: Any) -> None:
         _check_run(agent, self.methods)
@@ -128,7 +128,7 @@ class AnalyticUpdate(ABC):
 
 
 def to_vector_array(entries: list[Tensor]) -> Array:
-    """Return the vectors ``[B, F_i]`` of an observation as the network input: concatenated, float32, ``[B, F]``."""
+    """Concatenate the vectors ``[B, F_i]`` of an observation to the network input ``[B, F]`` in float32."""
     vectors = [entry.to(torch.float32) for entry in entries]
     return (torch.cat(vectors, -1) if len(vectors) > 1 else vectors[0].contiguous()).numpy()
 
@@ -200,7 +200,7 @@ class TransitionUpdate(AnalyticUpdate):
 
 
 class DQNUpdate(TransitionUpdate):
-    """Update of DQN with one value for each action."""
+    """The update of DQN with one value for each action."""
 
     def bind(self, gradients: Gradients) -> list[nn.Module]:
         """Extract the network and its target network."""
@@ -245,7 +245,7 @@ class ActorCriticUpdate(TransitionUpdate):
         self.actor = perceptron_from_modules(actor.trunk, actor.head, gradients)
         self.center, self.half_range = array_of(actor.head.center), array_of(actor.head.half_range)
         self.features, self.actions = len(self.actor.layers[0][0]), len(self.center)
-        # Each update moves these arrays through the caches, so allocate little: only outputs that the actor's loss
+        # Each update moves these arrays through the caches, so allocate few arrays. Only outputs that the actor's loss
         # reads again have their own arrays.
         buffers: GradBuffers = {}
         self.actor_outputs = self.actor.allocate(rows, buffers)
@@ -291,7 +291,7 @@ class ActorCriticUpdate(TransitionUpdate):
 
 
 class SACUpdate(ActorCriticUpdate):
-    """Update of SAC with a tanh-squashed Normal."""
+    """The update of SAC with a tanh-squashed Normal."""
 
     def bind(self, gradients: Gradients) -> list[nn.Module]:
         """Extract the networks."""
@@ -336,7 +336,7 @@ class SACUpdate(ActorCriticUpdate):
 
 
 class TD3Update(ActorCriticUpdate):
-    """Update of TD3 with a deterministic actor."""
+    """The update of TD3 with a deterministic actor."""
 
     def bind(self, gradients: Gradients) -> list[nn.Module]:
         """Extract the networks."""
@@ -365,7 +365,7 @@ class TD3Update(ActorCriticUpdate):
 
 
 class PPOUpdate(AnalyticUpdate):
-    """Update of PPO's clipped objective with a categorical or clipped Normal actor, and a critic with its own trunk."""
+    """The update of clipped PPO with a categorical or clipped Normal actor, and a critic with its own trunk."""
 
     methods = ("losses", "evaluate", "entropy_terms", "critic_terms")
 
@@ -416,7 +416,7 @@ class PPOUpdate(AnalyticUpdate):
         values, target = self._critic.forward(x, self._critic_outputs), batch.get("value_target").numpy()
         arguments = values, target, agent.critic_coeff, self._distance, self._value_grad
         critic_loss = jitted(kernels.ppo_value_loss)(*arguments)
-        if kl == math.inf:  # the gradients are not finite either; suppress NumPy's warnings
+        if kl == math.inf:  # the gradients are then infinite or NaN; suppress NumPy's warnings
             with np.errstate(invalid="ignore", over="ignore"):
                 self._backward(x)
         else:

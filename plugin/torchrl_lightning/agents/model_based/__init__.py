@@ -1,4 +1,4 @@
 """World models, planners that search in them, and the agents that learn with them.
 
-The buffers of model-based training are in ``dynamics`` and its DataModule in ``datamodules``.
+The buffers of model-based training are in ``dynamics``, and the DataModule is in ``datamodules``.
 """

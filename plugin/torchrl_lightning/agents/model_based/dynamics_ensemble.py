@@ -30,7 +30,7 @@ Planner = Callable[[WorldModelEnvironment], TensorDictModuleBase]
 
 
 def check_planner(value: Any, name: str) -> Planner:
-    """Validate a planner factory and return it, by default the CrossEntropyPlanner; raise TypeError if not callable."""
+    """Return a planner factory, by default CrossEntropyPlanner; raise TypeError if it is not callable."""
     if value is None:
         return CrossEntropyPlanner
     if not callable(value):
@@ -52,8 +52,8 @@ class DynamicsEnsemble(WorldModelSettings, LossTermsModule):
         + 0.01 \Big(\sum \ell_{\max} - \sum \ell_{\min}\Big) + \lambda \sum W^2
 
     with log-variances \(\ell\) between \(\ell_{\min}\) and \(\ell_{\max}\), as in MBPO (Janner et al., 2019). If the
-    DataModule serves terminations and the setting ``terminated`` is None, a second perceptron of each member learns
-    them by binary cross-entropy.
+    DataModule serves terminations and the setting ``terminated`` is None, a second perceptron of each member learns the
+    terminations by binary cross-entropy.
 
     A ``DynamicsDataModule`` serves training batches as TensorDicts ``[M, B]`` with ``inputs`` ``[M, B, I]``,
     ``targets`` ``[M, B, O]`` and optionally ``terminated`` ``[M, B, 1]``. No member is trained on the rows of
@@ -63,11 +63,11 @@ class DynamicsEnsemble(WorldModelSettings, LossTermsModule):
     the stored weights of all members. A checkpoint contains this state.
 
     Args:
-        num_elites: Number of members in the world model; None takes all.
+        num_elites: Number of members in the world model; None takes all members.
         planner: A callable that takes the world model as a TorchRL environment and returns the policy, for example a
             partial of :class:`~torchrl_lightning.CrossEntropyPlanner` (the default) or of TorchRL's ``CEMPlanner``.
-        compile: Compute the loss by ``torch.compile``.
-        hidden_sizes: As in :class:`WorldModelSettings`, like all arguments not listed here.
+        compile: Compile the loss with ``torch.compile``.
+        hidden_sizes: As in :class:`WorldModelSettings`, like all arguments that are not listed here.
         optimizer: As in :class:`AgentModule`, like ``max_grad_norm`` and ``schedule``.
 
     Raises:
@@ -119,7 +119,7 @@ class DynamicsEnsemble(WorldModelSettings, LossTermsModule):
 
         Args:
             specs: ``EnvironmentSpecs``.
-            num_members: M.
+            num_members: Number of members, M.
             targets: Definition of inputs and targets; None predicts the changes of all observations and the reward.
 
         Raises:
@@ -150,7 +150,7 @@ class DynamicsEnsemble(WorldModelSettings, LossTermsModule):
             )
 
     def incompatibility(self, data: Any) -> str | None:
-        """Return why the module does not fit the DataModule, or None; raise ValueError if a setting has no effect."""
+        """Return the reason for an incompatible DataModule, or None; raise ValueError if a setting has no effect."""
         if self.terminated is not None and DataApi.of(data).terminated is True:
             return (
                 f"data.terminated must be left at its default False if {type(self).__name__} has a function "
@@ -167,7 +167,7 @@ class DynamicsEnsemble(WorldModelSettings, LossTermsModule):
         model = self.require_built(self.world_model)
         planner = self._policy
         if planner is None or self._policy_device != model.elites.device:
-            # Not registered, so that a state dict contains the networks once.
+            # Do not register the planner, so that a state dict contains the networks only once.
             previous, planner = planner, self.planner(WorldModelEnvironment(model, model.elites.device))
             if isinstance(planner, ShootingPlanner):
                 seed = DataApi.of(self._data).seed
@@ -262,8 +262,9 @@ class DynamicsEnsemble(WorldModelSettings, LossTermsModule):
         """Build the networks if necessary, and restore the fit; raise KeyError if another kind of module saved it.
 
         Raises:
-            ValueError: The checkpoint belongs to another environment; or the networks are not built and the model
-                has a reward function; or only one of checkpoint and module learns terminations.
+            ValueError: The checkpoint belongs to another environment, or only one of checkpoint and module learns
+                terminations. The same error is raised if the networks are not built and the model has a reward
+                function.
         """
         super().on_load_checkpoint(checkpoint)
         if STATE not in checkpoint:

@@ -18,7 +18,7 @@ INITIAL_LOG_VARIANCE_BOUNDS = (-10.0, 0.5)
 
 
 def to_layer_widths(value: Any, name: str) -> list[int]:
-    """Validate layer to_layer_widths and return them as a list of integers."""
+    """Validate layer widths and return them as a list of integers."""
     return [integer(width, name) for width in value]
 
 
@@ -26,21 +26,21 @@ Widths = Annotated[Sequence[int], to_layer_widths]
 
 
 class GaussianEnsemble(nn.Module):
-    r"""M independent perceptrons from ``[M, B, I]`` to means and log-variances ``[M, B, O]`` of Gaussians.
+    r"""M independent perceptrons that map ``[M, B, I]`` to means and log-variances ``[M, B, O]`` of Gaussians.
 
-    Log-variances are bounded softly by learnt \(\ell_{\min}, \ell_{\max}\), \(\ell \leftarrow \ell_{\max} -
-    \mathrm{softplus}(\ell_{\max} - \ell)\) and \(\ell \leftarrow \ell_{\min} + \mathrm{softplus}(\ell - \ell_{\min})\),
-    separately for each member. Weights start from normals of deviation \(1 / (2 \sqrt{I})\), truncated at two
-    deviations, and biases from zero (Chua et al., 2018). Inputs and targets are standardised; the state dict contains
-    their means and deviations.
+    Each member learns soft bounds \(\ell_{\min}, \ell_{\max}\) of its log-variances: \(\ell \leftarrow \ell_{\max} -
+    \mathrm{softplus}(\ell_{\max} - \ell)\) and \(\ell \leftarrow \ell_{\min} + \mathrm{softplus}(\ell - \ell_{\min})\).
+    Initial weights are Normal with standard deviation \(1 / (2 \sqrt{I})\), truncated at two deviations. Initial biases
+    are zero (Chua et al., 2018). Inputs and targets are standardised; the state dict contains their means and
+    deviations.
 
     If ``ends_by`` is positive, each member has a second perceptron with the same hidden sizes. It predicts
     terminations from the next observation. It is trained separately and does not change the first perceptron.
 
     Args:
-        num_members: M.
-        inputs: I.
-        outputs: O.
+        num_members: Number of members, M.
+        inputs: Number of inputs, I.
+        outputs: Number of outputs, O.
         hidden_sizes: Width of each hidden layer.
         activation: Name of the activation.
         probabilistic: Predict log-variances; if False, the members minimise their squared errors.
@@ -85,7 +85,7 @@ class GaussianEnsemble(nn.Module):
             low, high = (torch.full((num_members, 1, outputs), value) for value in INITIAL_LOG_VARIANCE_BOUNDS)
             self.min_log_variance, self.max_log_variance = nn.Parameter(low), nn.Parameter(high)
         for name, size in (("input", inputs), ("target", outputs)):
-            # The input mean is subtracted from observations, and these may be float64 with a large offset.
+            # The input mean is subtracted from observations, which may be float64 with a large offset.
             dtype = torch.float64 if name == "input" else None
             self.register_buffer(f"{name}_mean", torch.zeros(size, dtype=dtype))
             self.register_buffer(f"{name}_std", torch.ones(size))
@@ -112,7 +112,8 @@ class GaussianEnsemble(nn.Module):
         """Return the loss terms on standardised inputs and targets ``[M, B, *]``, summed over the members.
 
         Each member's gradient equals the gradient of its own loss in :class:`~torchrl_lightning.DynamicsEnsemble`.
-        ``terminated`` ``[M, B, 1]`` is 1 in rows that terminate and 0 otherwise; it is used if terminations are learnt.
+        ``terminated`` ``[M, B, 1]`` is 1 in rows that terminate and 0 otherwise. It is used only if terminations are
+        learnt.
         """
         mean, log_variance = self(inputs)
         error = (mean - targets).square()

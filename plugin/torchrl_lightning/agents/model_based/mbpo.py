@@ -29,13 +29,13 @@ class MBPOModule(SACModule):
 
     Args:
         network: Network in front of the heads; two layers of 256 rectified units by default.
-        dynamics: Settings of the world model and its fit; by default as in the paper.
+        dynamics: Settings of the world model and its fit; the defaults are the settings of the paper.
         num_critics: As in :class:`SACModule`, like all arguments that are not listed here.
 
     Raises:
-        TypeError: The network is a ``RecurrentNetwork``: the world model does not imagine recurrent states. When the
-            networks are built: the actions are not bounded floating-point vectors.
-        ValueError: When a fit is set up: an observation is discrete.
+        TypeError: The network is a ``RecurrentNetwork``, but the world model does not imagine recurrent states.
+            ``build`` raises the same error if the actions are not bounded floating-point vectors.
+        ValueError: An observation is discrete; raised when a fit is set up.
 
     Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
@@ -60,12 +60,12 @@ class MBPOModule(SACModule):
                 f"got {type(self.network).__name__}. Use an MLPNetwork."
             )
         self.world_model: WorldModel | None = None
-        # Results of the last fit: validation errors of the elites (infinite before the first fit) and number of epochs.
+        # The last fit's validation errors of the elites (infinite before the first fit) and its number of epochs.
         self.register_buffer("errors", torch.full((self.dynamics.num_elites,), torch.inf))
         self.register_buffer("epochs_of_fit", torch.zeros((), dtype=torch.int64))
 
     def build(self, specs: Any) -> Self:
-        """Build networks, targets and world model for an environment's specs and return the module, once."""
+        """Build networks, targets and world model from the specs and return the module; a second call does nothing."""
         if self.world_model is None:
             super().build(specs)
             self.world_model = self.dynamics.build(specs)
@@ -81,7 +81,7 @@ class MBPOModule(SACModule):
         super().setup(stage)
 
     def incompatibility(self, data: Any) -> str | None:
-        """Return an error message if the DataModule uses no branches or the world model cannot learn, else None."""
+        """Return an error message if the DataModule has no branches or the world model cannot learn, else None."""
         imagines = DataApi.of(data).has_imagined_rows
         if imagines is None:
             return super().incompatibility(data)
@@ -113,8 +113,8 @@ class MBPOModule(SACModule):
 
         Returns:
             Transitions ``[N]``, ordered by step, in the format of a collector. A branch that reaches ``length`` is not
-            marked as done. The world model continues from its unrounded predictions. The policy and the transitions get
-            them in the dtypes of real observations, with rounded integers.
+            marked as done. The world model continues from its unrounded predictions. The policy and the transitions
+            receive the predictions in the dtypes of real observations, with rounded integers.
 
         Raises:
             RuntimeError: A prediction is not finite.

@@ -40,17 +40,17 @@ from torchrl_lightning.environments.seeds import IsolatedRng, numbered_seed
 class ShootingPlanner(Settings, GeneratorMixin, TensorDictModuleBase):
     """Base class of planners; a planner writes ``action`` for observations ``[]`` or ``[N]``.
 
-    A planner draws random candidates. While exploring, each plan takes its seed from :attr:`generator`; the planner's
+    A planner draws random candidates. While exploring, each plan takes its seed from :attr:`generator`. The planner's
     state contains the generator's state. Under deterministic exploration the seed is computed from the observations and
     the generator's initial seed. Equal observations then give equal actions. Different steps still draw different
-    random numbers, because equal ones would let sampling errors add up over an episode. Torch's global generator is
-    unchanged.
+    random numbers, because with equal numbers, sampling errors would add up over an episode. Torch's global generator
+    is unchanged.
 
-    The world model is a submodule: its parameters, device moves and state dict are part of the planner's.
+    The world model is a submodule, so the parameters, the device moves and the state dict of the planner include it.
 
     Args:
         env: The world model as an environment.
-        horizon: Steps to plan ahead, H.
+        horizon: Number of steps to plan ahead, H.
         candidates: Number of action sequences per iteration, K.
         particles: Number of rollouts per sequence; the planner averages their returns.
     """
@@ -74,7 +74,7 @@ class ShootingPlanner(Settings, GeneratorMixin, TensorDictModuleBase):
         env = self.env
         del self.env  # only its world model is part of the planner
         self.model = env.world_model
-        # Not registered, because the owner of the transform saves its state.
+        # Do not register the targets, because the owner of their transform saves its state.
         set_unregistered(self, targets=env.targets)
         is_stochastic = self.model.sample or len(self.model.elites) > 1
         self.require_effect("particles", is_stochastic, "a world model with several elites or sample=True")
@@ -107,7 +107,7 @@ class ShootingPlanner(Settings, GeneratorMixin, TensorDictModuleBase):
         rows = observation[:, None, None].expand(*shape, -1).flatten(0, 2)
         actions = actions.movedim(2, 0).unsqueeze(3).expand(self.horizon, *shape, *actions.shape[3:]).flatten(1, 3)
         returns = self.model.returns(rows, actions).view(shape).mean(-1)
-        # If the model diverges, the sequence is bad; sorting would take infinity or NaN for the largest return.
+        # If the model diverges, the sequence is bad, but sorting would treat infinity or NaN as the largest return.
         return returns.where(returns.isfinite(), -torch.inf)
 
     def _next_seed(self, observation: Tensor) -> int:
@@ -174,20 +174,20 @@ class CrossEntropyPlanner(ShootingPlanner):
 
     Samples \(a^k \sim \mathcal N(\mu, \sigma^2)\) are clipped to the bounds. \(\mu, \sigma\) become the mean and the
     standard deviation of the ``elites`` sequences with the largest returns. The action is the final \(\mu_0\) (Botev et
-    al., 2013). For actions in [-1, 1] the result equals that of TorchRL's ``CEMPlanner`` over the same environment,
-    which takes several times as long because it builds a TensorDict for each step of each rollout.
+    al., 2013). For actions in [-1, 1] the result equals the result of TorchRL's ``CEMPlanner`` in the same environment.
+    ``CEMPlanner`` takes several times as long, because it builds a TensorDict for each step of each rollout.
 
     Args:
         candidates: Number of sequences per iteration.
         elites: Number of best sequences for the fit of the Gaussian.
         iterations: Number of iterations.
         initial_std: Initial standard deviation, in units of half the action range.
-        warm_start: Start from the previous step's mean, shifted by a step, instead of the middle of the range.
+        warm_start: Start from the mean of the previous step, shifted by one step, instead of the middle of the range.
         noise: Standard deviation of the exploration noise on the action, in units of half the action range.
         env: As in :class:`ShootingPlanner`, like all arguments that are not listed here.
 
     Raises:
-        ValueError: A number is out of range or has no effect, ``elites`` is below two or above ``candidates``.
+        ValueError: A number is out of range or has no effect, or ``elites`` is below two or above ``candidates``.
         TypeError: The actions are not bounded floating-point vectors.
     """
 
@@ -216,7 +216,7 @@ class CrossEntropyPlanner(ShootingPlanner):
             ) from None
         self.register_buffer("center", center, persistent=False)
         self.register_buffer("half_range", half_range, persistent=False)
-        # One plan for exploration and one for evaluation, so that evaluation does not change exploration.
+        # Keep separate plans for exploration and for evaluation, so that evaluation does not change exploration.
         self._plans: dict[bool, Tensor] = {}
 
     def plan(self, observation: Tensor, starts: Tensor | None) -> Tensor:
@@ -240,7 +240,7 @@ class CrossEntropyPlanner(ShootingPlanner):
         return action.clamp(low, high)
 
     def _initial_mean(self, rows: int, starts: Tensor | None, is_exploring: bool) -> Tensor:
-        """Return the initial means ``[N, 1, H, A]``: the middle of the range, or the previous plan, shifted."""
+        """Return the initial means ``[N, 1, H, A]``: the middle of the range, or the shifted previous plan."""
         middle = self.center.expand(rows, 1, self.horizon, -1)
         plan = self._plans.get(is_exploring)
         plan = None if plan is None else plan.to(middle.device)

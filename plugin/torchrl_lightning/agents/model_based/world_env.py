@@ -22,10 +22,11 @@ from torchrl_lightning.dynamics import DynamicsTargets
 class WorldModelEnvironment(ModelBasedEnvBase):
     """Step a :class:`WorldModel` as an environment of any batch size.
 
-    Observations have the real environment's keys and shapes, without its bounds. All are float64 if one of the
-    environment's is float64 or an integer, else float32. An episode ends when the world model predicts a termination.
-    With ``propagation="trajectory"`` the entry ``member`` is the elite of a row. ``reset`` assigns it, or else the
-    first step does. ``reset`` keeps passed observations; without them it samples observations from their spec.
+    Observations have the keys and shapes of the real environment, but no bounds. All observations are float64 if any
+    real observation is float64 or an integer, else float32. An episode ends when the world model predicts a
+    termination. With ``propagation="trajectory"`` the entry ``member`` is the elite of a row, assigned by ``reset`` or
+    by the first step. ``reset`` keeps the observations that it receives. Without observations, it samples them from the
+    spec.
 
     Args:
         world_model: The world model.
@@ -45,12 +46,12 @@ class WorldModelEnvironment(ModelBasedEnvBase):
     targets: DynamicsTargets
 
     def __new__(cls, world_model: WorldModel, device: torch.device | str = "cpu") -> Self:
-        """Define the constructor's signature, because TorchRL's is hidden from readers and configs."""
+        """Define the constructor's signature, because TorchRL hides its own signature from readers and configs."""
         return super().__new__(world_model, device=device)
 
     def __init__(self, world_model: WorldModel, device: torch.device | str = "cpu") -> None:
         super().__init__(world_model, device=device)
-        # Not registered, because the owner of the transform saves its state.
+        # Do not register the targets, because the owner of their transform saves its state.
         targets = world_model.targets
         set_unregistered(self, targets=targets)
         entries = targets.split(torch.zeros(world_model.observations, dtype=targets.column_dtype)).items()

@@ -22,22 +22,24 @@ from torchrl_lightning.dynamics.scaler import check_finite
 class WorldModelFit(WorldModelSettings, ConfigSafe):
     """Build a world model, and fit it to transitions until its errors on validation rows stop improving.
 
-    The loss is that of :class:`~torchrl_lightning.DynamicsEnsemble`, which learns over epochs of Lightning. This class
-    fits between two updates of an agent. Each member learns from its own rows, drawn with replacement, in a new order
-    each epoch. A fit starts from the members that the last fit kept, with a new optimizer.
+    The loss is the loss of :class:`~torchrl_lightning.DynamicsEnsemble`, which learns over epochs of Lightning. This
+    class fits the world model between two updates of an agent. Each member learns from its own rows, which are drawn
+    with replacement and shuffled again in each epoch. A fit starts from the members that the last fit kept, with a new
+    optimizer.
 
     Args:
         hidden_sizes: Width of each hidden layer.
         num_members: Number of members of the ensemble.
         num_elites: Number of best members in the world model.
-        batch_size: Rows of each member in a batch.
+        batch_size: Number of rows of each member in a batch.
         max_epochs: Maximum number of epochs of a fit.
         learn_terminated: Whether the ensemble learns terminations instead of using a function ``terminated``.
         activation: As in :class:`WorldModelSettings`, like all arguments that are not listed here.
 
     Raises:
         ValueError: A number is out of range, ``num_elites`` exceeds ``num_members``, both ``terminated`` and
-            ``learn_terminated`` are set, or a setting has no effect. When it is built: ``terminated`` fails.
+            ``learn_terminated`` are set, or a setting has no effect. ``build`` raises the same error if ``terminated``
+            fails.
 
     Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env
@@ -75,7 +77,7 @@ class WorldModelFit(WorldModelSettings, ConfigSafe):
         """Fit a world model to transitions ``[N]``, validated on other transitions ``[V]``.
 
         Returns:
-            The elites' mean squared validation errors ``[E]``, standardised, and the number of epochs.
+            The elites' mean squared validation errors ``[E]`` in standardised units, and the number of epochs.
 
         Raises:
             ValueError: No transitions are given, or a value is NaN or infinite; the message names its column.

@@ -25,9 +25,9 @@ from torchrl_lightning.agents.model_based.ensembles import GaussianEnsemble, Wid
 from torchrl_lightning.dynamics import DynamicsTargets
 
 Terminated = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Maps observations, actions and next observations ``[R, D]``, in the columns of :class:`DynamicsTargets`, to
-termination flags, ``[R]`` or ``[R, 1]`` bool. Observations are float64 if an entry of the environment's is float64 or
-an integer."""
+"""A function that maps observations, actions and next observations ``[R, D]``, in the columns of
+:class:`DynamicsTargets`, to termination flags, ``[R]`` or ``[R, 1]`` bool. Observations are float64 if any real
+observation is float64 or an integer."""
 check_propagation = choices("step", "trajectory")
 Propagation = Annotated[str, check_propagation]
 
@@ -40,8 +40,8 @@ class OutsideBox(ConfigSafe):
         high: The largest value of each element; None for no bound.
 
     Raises:
-        ValueError: The lengths differ, no bound is given, or a lower bound is above the upper one. When it is called:
-            the number of columns of an observation differs.
+        ValueError: The lengths differ, no bound is given, or a lower bound is above its upper bound. A call raises the
+            same error if an observation has another number of columns.
 
     Examples:
         >>> fallen = OutsideBox([-2.4, None], [2.4, None])
@@ -81,11 +81,11 @@ class WorldModelSettings(Settings):
         hidden_sizes: Width of each hidden layer.
         activation: Name of the activation.
         probabilistic: Whether members predict variances; otherwise they minimise squared errors.
-        propagation: Draw a row's member at each ``"step"``, or once for a ``"trajectory"``.
+        propagation: ``"step"`` draws a row's member at each step, and ``"trajectory"`` draws it once for a trajectory.
         sample: Whether the world model samples from a member's Gaussian instead of taking its mean.
-        terminated: Maps observations, actions and next observations to termination flags, for example
+        terminated: A function that maps observations, actions and next observations to termination flags, for example
             :class:`~torchrl_lightning.OutsideBox`. A warning is logged if it disagrees with the stored transitions. If
-            None, the ensemble learns terminations if its data contain them; otherwise no row terminates.
+            None, the ensemble learns terminations from its data. If the data contain none, no row terminates.
         learning_rate: Learning rate of Adam.
         weight_decay: Factor of the squared weights in the loss.
         patience: Number of epochs without improvement that ends a fit.
@@ -105,7 +105,7 @@ class WorldModelSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # The default of `sample` differs between subclasses. sample=False without variances is consistent.
+        # The default of `sample` differs between subclasses. sample=False is also valid without variances.
         self.require_effect("sample", self.probabilistic or not self.sample, "probabilistic=True")
         self.require_effect("activation", self.hidden_sizes, "hidden_sizes")
 
@@ -128,18 +128,18 @@ class WorldModelSettings(Settings):
 class WorldModel(nn.Module):
     r"""Predict \(s' = s + f(s, a)\), reward and termination with one elite member of an ensemble for each row.
 
-    Rows are assigned to the elites at random in equal parts: at each step (TS1 of Chua et al., 2018), or once for a
-    whole trajectory (TS-infinity).
+    Each elite receives an equal number of random rows, at each step (TS1 of Chua et al., 2018) or once for a whole
+    trajectory (TS-infinity).
 
     Args:
-        ensemble: Maps standardised inputs to standardised targets.
-        targets: Inputs and targets of its training. The reward comes from their reward function, if any, else from the
-            last target.
-        terminated: The termination function. If None, a row terminates if its member gives this a probability above one
-            half at the predicted next observation. Without learnt terminations no row terminates.
+        ensemble: The ensemble, which maps standardised inputs to standardised targets.
+        targets: Inputs and targets of the ensemble's training. The reward comes from the reward function of the
+            targets, if any, else from the last target.
+        terminated: The termination function. If None, a row terminates if its member predicts a termination with
+            probability above one half at the predicted next observation. Without learnt terminations no row terminates.
         propagation: ``"step"`` or ``"trajectory"``.
         sample: Whether to sample next observations and rewards from the member's Gaussian instead of taking its mean.
-        num_elites: Number of predicting members, before any fit the first ones; all if None.
+        num_elites: Number of members that predict; None uses all. Before a fit, these are the first members.
 
     Raises:
         ValueError: A setting is out of range or has no effect on this ensemble.
@@ -170,7 +170,7 @@ class WorldModel(nn.Module):
         self.ensemble, self.terminated, self.sample = ensemble, terminated, sample
         self.learns_terminated = ensemble.ends is not None and terminated is None
         self.observations = len(targets.observation_columns)
-        # Not registered, because the owner of the transform saves its state.
+        # Do not register the targets, because the owner of their transform saves its state.
         set_unregistered(self, targets=targets)
         self.register_buffer("elites", torch.arange(num_elites))
         self._layers: list[tuple[Tensor, Tensor]] = []
@@ -228,8 +228,8 @@ class WorldModel(nn.Module):
         elif ensemble.probabilistic:  # means need no variance outputs
             weight, bias = self._layers[-1]
             self._layers[-1] = weight[..., : ensemble.outputs], bias[..., : ensemble.outputs]
-        # Both scales are folded into the first and the last layer. The input mean is not: a large mean in the bias
-        # would subtract two large products and leave mostly rounding errors.
+        # The scales of inputs and targets are folded into the first and the last layer. The input mean is not folded.
+        # With a large mean in the bias, the layer would subtract two large products and leave mostly rounding errors.
         self._input_mean, self._actions = ensemble.input_mean, ensemble.inputs - self.observations
         self._dtype = self._layers[0][0].dtype
         scale_inputs(self._layers)
@@ -242,11 +242,11 @@ class WorldModel(nn.Module):
             scale_inputs(self._termination_layers)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._weight_versions = ()  # prepare() would not notice: moved weights are the same objects
+        self._weight_versions = ()  # prepare() would not detect moved weights, which are the same objects
         return super()._apply(fn, recurse)
 
     def assign_members(self, rows: int) -> Tensor:
-        """Return a random elite's number ``[R]`` for each row, in equal parts."""
+        """Return the number of a random elite for each row ``[R]``; all elites receive equal parts of the rows."""
         return self._random_slots(rows) // -(-rows // len(self.elites))
 
     def step(self, observation: Tensor, action: Tensor, members: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -254,7 +254,7 @@ class WorldModel(nn.Module):
 
         Args:
             observation: Observations as columns, ``[R, O]``.
-            action: Actions as columns, ``[R, A]``; discrete ones are one-hot.
+            action: Actions as columns, ``[R, A]``; discrete actions are one-hot.
             members: The number of each row's elite ``[R]``; random if None.
 
         Returns:
@@ -298,8 +298,8 @@ class WorldModel(nn.Module):
         columns = (actions - self._input_mean[self.observations :]).to(self._dtype)
         if self.targets.reward is not None or self.terminated is not None:
             columns = torch.cat((columns, actions), -1)
-        # The state is the observation minus its mean; its last column is the sum of rewards. Rows are ordered by elite,
-        # so that one shuffle assigns them again. Moving each row to its elite and back would take longer.
+        # The state is the observation minus its mean, followed by a column with the sum of rewards. Rows are ordered by
+        # elite, so that one shuffle assigns them again. Moving each row to its elite and back would take longer.
         mean = self._input_mean[: self.observations]
         state = F.pad((observation - mean).to(self._dtype), (0, 1))
         mean, elites, rows = mean.to(observation.dtype), self._num_elites, len(observation)
@@ -323,7 +323,7 @@ class WorldModel(nn.Module):
     def _advance(
         self, state: Tensor, action: Tensor, ended: Tensor | None, mean: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Step the state ``[R, O + 1]``; return it and the mask of terminated episodes.
+        """Return the next state ``[R, O + 1]`` and the mask of terminated episodes.
 
         Args:
             state: Observations minus their mean; the last column is the sum of rewards.
@@ -355,7 +355,7 @@ class WorldModel(nn.Module):
     def predict(self, x: Tensor) -> Tensor:
         """Map each elite's inputs minus their mean, ``[E, R, I]``, to targets ``[E, R, O]`` in original units.
 
-        If terminations are learnt, the last column is their logit.
+        If terminations are learnt, the last column is the logit of the termination.
         """
         inputs, (*hidden, (weight, bias)) = x, self._layers
         for hidden_weight, hidden_bias in hidden:

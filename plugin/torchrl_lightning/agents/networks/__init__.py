@@ -1,4 +1,4 @@
 """Networks of agents: encoders, heads, actors, critics, target networks and exploration.
 
-Nothing here knows a loss, an optimizer or Lightning.
+These modules do not depend on losses, optimizers or Lightning.
 """

@@ -23,7 +23,7 @@ from torchrl_lightning.agents.networks.encoders import category_counts, orthogon
 from torchrl_lightning.environments.autocast import HALF, to_single
 from torchrl_lightning.environments.specs import spec_fields
 
-POLICY_GAIN = 0.01  # a nearly uniform first policy (Andrychowicz et al., 2021)
+POLICY_GAIN = 0.01  # makes the initial policy nearly uniform (Andrychowicz et al., 2021)
 # Beyond these limits, densities and their gradients overflow in float32.
 MAX_BOUND, MIN_WIDTH = 1e37, 1e-37
 Parameters = tuple[Tensor, ...]
@@ -32,7 +32,7 @@ Parameters = tuple[Tensor, ...]
 class ActionHead(nn.Module):
     """One layer from features ``[*B, H]`` to the parameters of a distribution.
 
-    ``parameter_keys`` are the distribution's argument names. ``hidden`` are optional layers in front of the last one.
+    ``parameter_keys`` are the distribution's argument names. The optional ``hidden`` layers come before the last layer.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ActionHead(nn.Module):
         """Return the distribution's parameters."""
         parameters = self.layers(features if self.hidden is None else self.hidden(features))
         parameters = parameters if isinstance(parameters, tuple) else (parameters,)
-        if parameters[0].dtype in HALF:  # under autocast; half-precision log-probabilities would be too coarse
+        if parameters[0].dtype in HALF:  # autocast returns half precision, too coarse for log-probabilities
             return tuple(map(to_single, parameters))
         return parameters
 
@@ -84,7 +84,7 @@ class ActionHead(nn.Module):
 
 
 class CategoricalHead(ActionHead):
-    """Head of integer actions: a categorical distribution computed directly on the logits."""
+    """Compute a categorical distribution over integer actions directly from the logits."""
 
     def sample(self, parameters: Parameters, deterministic: bool) -> tuple[Tensor, Tensor]:
         """Return integer actions ``[*B]`` and log-probabilities ``[*B]``."""
@@ -92,7 +92,7 @@ class CategoricalHead(ActionHead):
         if deterministic:
             action = logits.argmax(-1, keepdim=True)
         else:
-            # The same draw as torch.multinomial with one sample per row, without its probability checks.
+            # Sample as torch.multinomial does for one sample per row, but without checks of the probabilities.
             action = (logits.exp() / torch.empty_like(logits).exponential_()).argmax(-1, keepdim=True)
         return action.squeeze(-1), logits.gather(-1, action).squeeze(-1)
 
@@ -105,7 +105,7 @@ class CategoricalHead(ActionHead):
 
 
 class ClippedNormalHead(ActionHead):
-    """Head of bounded actions: a :class:`ClippedNormal` computed from mean and deviation; bounds are ``[A]``."""
+    """Compute a :class:`ClippedNormal` over bounded actions from mean and deviation; bounds are ``[A]``."""
 
     layers: GaussianLayer
     low: Tensor
@@ -138,13 +138,13 @@ class ClippedNormalHead(ActionHead):
 
 
 class ActionScaling(nn.Module):
-    """A module that expresses actions in units of ``half_range`` around ``center``, ``[A]`` each."""
+    """A module that expresses actions in units of ``half_range`` around ``center``; both are ``[A]``."""
 
     center: Tensor
     half_range: Tensor
 
     def set_scaling(self, center: Tensor, half_range: Tensor) -> None:
-        """Register the range as buffers outside the state dict."""
+        """Register the range as buffers that the state dict does not contain."""
         self.register_buffer("center", center, persistent=False)
         self.register_buffer("half_range", half_range, persistent=False)
 
@@ -175,19 +175,19 @@ class GaussianLayer(ActionScaling):
 def build_head(
     spec: TensorSpec, features: int, distribution: str, initial_std: float, hidden: nn.Module | None
 ) -> ActionHead:
-    """Build the head for an unbatched action spec; ``hidden`` are optional layers in front of the last one.
+    """Build the head for an unbatched action spec; the optional ``hidden`` layers come before the last layer.
 
     The action spec selects the distribution:
 
-    - integer: ``Categorical``,
-    - one-hot: TorchRL's ``OneHotCategorical``,
-    - several integers: a joint ``MultiCategorical``,
-    - bounded box: ``ClippedNormal`` (``distribution="normal"``, the default) or TorchRL's ``TanhNormal``
-      (``"tanh_normal"``),
-    - unbounded box: ``IndependentNormal``.
+    - Integer actions use ``Categorical``.
+    - One-hot actions use TorchRL's ``OneHotCategorical``.
+    - Vectors of integers use a joint ``MultiCategorical``.
+    - Bounded boxes use ``ClippedNormal`` (``distribution="normal"``, the default) or TorchRL's ``TanhNormal``
+      (``"tanh_normal"``).
+    - Unbounded boxes use ``IndependentNormal``.
 
     Raises:
-        ValueError: ``distribution`` is unknown, or does not fit the actions; or a component has only one value.
+        ValueError: ``distribution`` is unknown or does not fit the actions, or an action component has only one value.
         TypeError: No distribution supports these actions.
     """
     one_of(distribution, "distribution", ("auto", "normal", "tanh_normal"))
@@ -250,8 +250,8 @@ def action_name(spec: TensorSpec) -> str:
 def action_bounds(spec: TensorSpec) -> tuple[Tensor, Tensor]:
     """Return the bounds of floating-point actions, ``[A]`` each; a missing bound is infinite.
 
-    A bound of magnitude 1e37 or more counts as missing: float32 cannot compute with these actions, and TorchRL stores
-    "no bound" as the largest float32 number.
+    A bound of magnitude 1e37 or more counts as missing, because float32 cannot compute with these actions. TorchRL
+    stores a missing bound as the largest float32 number.
     """
     unbounded = torch.full(spec.shape, math.inf, dtype=torch.float32)
     low = getattr(spec.space, "low", -unbounded).to(torch.float32)
@@ -263,7 +263,7 @@ def action_bounds(spec: TensorSpec) -> tuple[Tensor, Tensor]:
 
 def check_action_bounds(low: Tensor, high: Tensor) -> None:
     """Validate that each action component has several values; raise ValueError if heads cannot scale to its range."""
-    narrow = ~(high - low >= MIN_WIDTH)  # also true for NaN, if both bounds are the same infinity
+    narrow = ~(high - low >= MIN_WIDTH)  # also true for a difference of NaN, if both bounds are the same infinity
     if narrow.any():
         component = int(narrow.nonzero()[0])
         raise ValueError(

@@ -36,7 +36,7 @@ class MultiCategorical(D.Distribution):
         super().__init__(logits.shape[:-1], torch.Size([len(self.parts)]), validate_args=False)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw actions ``[*S, *B, K]``."""
+        """Sample actions ``[*S, *B, K]``."""
         return torch.stack(
             [D.Categorical(logits=part, validate_args=False).sample(sample_shape) for part in self.parts], -1
         )
@@ -111,13 +111,13 @@ class ClippedNormal(D.Distribution):
         super().__init__(loc.shape[:-1], loc.shape[-1:], validate_args=False)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw actions ``[*S, *B, A]`` inside the box."""
+        """Sample actions ``[*S, *B, A]`` inside the box."""
         with torch.no_grad():
             noise = torch.randn(*sample_shape, *self.loc.shape, dtype=self.loc.dtype, device=self.loc.device)
             return torch.addcmul(self.loc, noise, self.scale).clamp(self.low, self.high)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log-probability ``[*B]`` of actions ``[*B, A]``: density inside, mass on the bounds."""
+        """Return the log-probability ``[*B]`` of actions ``[*B, A]``: a density inside the box, a mass on bounds."""
         return clipped_normal_log_prob(value, self.loc, self.scale, self.scale.log(), self.low, self.high)
 
     def entropy(self) -> Tensor:

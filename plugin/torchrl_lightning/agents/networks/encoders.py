@@ -37,9 +37,9 @@ _CONVOLUTIONS = (
     (12, (32, 64, 64), (4, 3, 2), (2, 2, 1)),
     (4, (16, 32, 64), (2, 2, 2), (1, 1, 1)),
 )
-"""Smallest side of an image in pixels, followed by its channels, kernels and strides."""
+"""Each row contains the smallest side of an image in pixels, then channels, kernels and strides."""
 _MAX_USUAL_WEIGHTS = 4_000_000
-# Only activations without options. MLP calls any other layer as a module.
+# These activations have no options. MLP calls any other layer as a module.
 _ACTIVATION_FUNCTIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {nn.ReLU: torch.relu, nn.Tanh: torch.tanh}
 
 
@@ -60,7 +60,7 @@ INITIALIZATIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 class MLP(nn.Sequential):
-    """``nn.Sequential`` that computes plain linear layers, tanh and relu without calling a module for each.
+    """``nn.Sequential`` that computes plain linear layers, tanh and relu without a module call for each layer.
 
     On a few rows, a module call costs as much as the arithmetic. Replaced or parametrized layers and layers with hooks
     are still called as modules. Process-wide hooks run only for the whole network.
@@ -107,7 +107,8 @@ def mlp(
     initialize = INITIALIZATIONS[one_of(initialization, "initialization", INITIALIZATIONS)]
     for width in hidden_sizes:
         in_features, inputs = int(width), in_features
-        # Without scale and shift, because the critics of an ensemble share this layer and stack only their weights.
+        # The norm has no scale and shift, because the critics of an ensemble share this layer and stack only their
+        # weights.
         norm = [nn.LayerNorm(in_features, elementwise_affine=False)] if layer_norm else []
         layers += [initialize(nn.Linear(inputs, in_features)), *norm, activation_class()]
     return MLP(*layers)
@@ -213,7 +214,7 @@ class BatchRenormEncoder(Encoder):
 
 
 class CNNEncoder(Encoder):
-    """Convolutions over one pixel entry (uint8 is divided by 255), concatenated with the other entries as vectors.
+    """Encode one pixel entry by convolutions (uint8 is divided by 255) and append the other entries as vectors.
 
     Images have shape ``[C, H, W]`` or ``[H, W, C]``; ``_core/images.py`` describes how they are distinguished.
     An entry ``[H, W]`` is an image only if no entry has three dimensions.
@@ -295,10 +296,10 @@ class MLPNetwork(Network, ConfigSafe):
         activation: Name of the activation: elu, gelu, leaky_relu, relu, silu or tanh.
         shared: Whether actor and critic share the hidden layers.
         head_sizes: Width of the layers between features and outputs; actor and critic do not share them.
-        initialization: Initial weights. ``"orthogonal"``: gain sqrt(2) and zero biases. ``"uniform"``, PyTorch's
-            default: weights and biases within 1 / sqrt(inputs); initial values are then closer to zero.
+        initialization: Initial weights. ``"orthogonal"`` uses gain sqrt(2) and zero biases. ``"uniform"`` is PyTorch's
+            default: it draws weights and biases within 1 / sqrt(inputs), so that initial values are closer to zero.
         layer_norm: Normalise the output of each hidden layer before its activation (Ba et al., 2016), without scale and
-            shift. Critics then overestimate actions outside their data less (Ball et al., 2023).
+            shift. This reduces the critics' overestimation of actions outside the data (Ball et al., 2023).
 
     Raises:
         ValueError: A width is not positive, or the activation or initialization is unknown.
@@ -324,13 +325,13 @@ class MLPNetwork(Network, ConfigSafe):
         return MLPEncoder(specs, list(self.hidden_sizes), self.activation, self.initialization, self.layer_norm)
 
     def action_encoder(self, specs: Sequence[Any], action: Any) -> nn.Module:
-        """Build the encoder of these entries and an action; it reads the action as an additional vector."""
+        """Build the encoder of these entries and an action, which is an additional input vector."""
         return self.encoder([*specs, action])
 
 
 @dataclass
 class BatchRenormNetwork(Network, ConfigSafe):
-    """A perceptron over flat observations with batch renormalisation (Ioffe, 2017) by TorchRL's ``BatchRenorm1d``.
+    """A perceptron over flat observations with TorchRL's batch renormalisation, ``BatchRenorm1d`` (Ioffe, 2017).
 
     Args:
         hidden_sizes: Width of each hidden layer.
@@ -360,7 +361,7 @@ class BatchRenormNetwork(Network, ConfigSafe):
         return BatchRenormEncoder(specs, self)
 
     def action_encoder(self, specs: Sequence[Any], action: Any) -> nn.Module:
-        """Build the encoder of these entries and an action; it reads the action as an additional vector."""
+        """Build the encoder of these entries and an action, which is an additional input vector."""
         return self.encoder([*specs, action])
 
 
@@ -368,9 +369,9 @@ class BatchRenormNetwork(Network, ConfigSafe):
 class CNNNetwork(Network, ConfigSafe):
     """Convolutions over pixels, shared by actor and critic.
 
-    The default convolutions depend on the shorter side of the image. From 36 pixels they equal those of Mnih et al.
-    (2015). From 12 pixels the kernels are 4, 3, 2 with strides 2, 2, 1. For smaller images, three kernels of 2 have
-    stride 1.
+    The default convolutions depend on the shorter side of the image. With at least 36 pixels they equal the
+    convolutions of Mnih et al. (2015). With at least 12 pixels the kernels are 4, 3, 2 with strides 2, 2, 1. Smaller
+    images use three kernels of size 2 with stride 1.
 
     Args:
         channels: Output channels of each convolution; None selects them by the image size.
@@ -378,7 +379,7 @@ class CNNNetwork(Network, ConfigSafe):
         strides: Stride of each convolution; None selects them by the image size.
         hidden_sizes: Width of each hidden layer after the convolutions.
         activation: Name of the activation: elu, gelu, leaky_relu, relu, silu or tanh.
-        shared: Whether actor and critic share all of these layers.
+        shared: Whether actor and critic share all layers before ``head_sizes``.
         head_sizes: Width of the layers between features and outputs; actor and critic do not share them.
 
     Raises:
@@ -423,7 +424,7 @@ class CNNNetwork(Network, ConfigSafe):
         return CNNEncoder(specs, self)
 
     def action_encoder(self, specs: Sequence[Any], action: Any) -> nn.Module:
-        """Build the encoder of these entries and an action; it reads the action as an additional vector."""
+        """Build the encoder of these entries and an action, which is an additional input vector."""
         return self.encoder([*specs, action])
 
 
@@ -431,8 +432,8 @@ class CNNNetwork(Network, ConfigSafe):
 class RecurrentNetwork(Network, ConfigSafe):
     """A GRU or an LSTM over another network's features; actor and critic always share it.
 
-    With one memory for both, the critic needs only the recorded observation and ``recurrent_state`` of a row. It has no
-    recurrent state of its own.
+    With one memory for both, the critic needs only the recorded observation and ``recurrent_state`` of a row. It does
+    not keep a separate recurrent state.
 
     Args:
         cell: ``"gru"`` or ``"lstm"``.
@@ -440,7 +441,7 @@ class RecurrentNetwork(Network, ConfigSafe):
         num_layers: Number of recurrent layers.
         encoder_network: Network in front of the cell; one layer of ``hidden_size`` by default.
         head_sizes: Width of the layers between features and outputs; actor and critic do not share them.
-        activation: Name of the activation of these layers.
+        activation: Name of the activation of the ``head_sizes`` layers.
 
     Examples:
         >>> from torchrl.data import Unbounded
@@ -467,5 +468,5 @@ class RecurrentNetwork(Network, ConfigSafe):
         return (self.encoder_network or MLPNetwork([self.hidden_size])).encoder(specs)
 
     def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> TensorDictModuleBase:
-        """Build the TensorDict module from observation keys and recurrent state to features."""
+        """Build the TensorDict module that maps observations and recurrent states to features."""
         return RecurrentTrunk(self.encoder(specs), keys, self.cell, self.hidden_size, self.num_layers)

@@ -23,7 +23,7 @@ DETERMINISTIC = (InteractionType.DETERMINISTIC, InteractionType.MODE, Interactio
 
 @dataclass(frozen=True)
 class FramesDecay:
-    """Linear decay from ``start`` to ``end`` over ``frames`` frames, then constant."""
+    """Decay linearly from ``start`` to ``end`` over ``frames`` frames; later values are ``end``."""
 
     start: float
     end: float
@@ -47,11 +47,11 @@ class ExploringPolicy(TensorDictModuleBase):
     """A policy network with exploration noise and an optional recurrent memory.
 
     It writes only ``action`` and the next recurrent states, so that random warm-up frames have the same entries.
-    ``amount`` is a buffer: collectors in other processes receive it with the weights.
+    ``amount`` is a buffer, so that collectors in other processes receive it with the weights.
 
     Args:
         network: A TensorDict module with ``trunk`` and ``head``.
-        memory: Maps observations to the input features of the network.
+        memory: The module that maps observations to the input features of the network.
         masked: Pass ``action_mask`` to ``act`` as the last entry.
     """
 
@@ -74,8 +74,8 @@ class ExploringPolicy(TensorDictModuleBase):
     def compute_step(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
         """Return action and next recurrent states of a step ``[*B]`` by key, without writing them.
 
-        Collectors call this instead of ``forward``: it gives the same values and random numbers without the cost of a
-        TensorDict.
+        Collectors call this method instead of ``forward``, because it returns the same values from the same random
+        numbers without the cost of a TensorDict.
         """
         explore = interaction_type() not in DETERMINISTIC
         if self.memory is None:
@@ -87,7 +87,7 @@ class ExploringPolicy(TensorDictModuleBase):
         }
 
     def bind_inputs(self, step: TensorDictBase) -> Callable[[], dict[NestedKey, Tensor]]:
-        """Return a call of :meth:`compute_step` on a CPU step ``[N]`` with fixed tensors that the caller overwrites."""
+        """Return a function that runs :meth:`compute_step` on a CPU step ``[N]``; the caller overwrites its tensors."""
         return compiled_call(self, step) or (lambda: self.compute_step(step))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -102,14 +102,14 @@ class ExploringPolicy(TensorDictModuleBase):
 
 
 class EpsilonGreedyPolicy(ExploringPolicy):
-    r"""The greedy action, or with probability \(\epsilon\) a random action (Mnih et al., 2015).
+    r"""Take a random action with probability \(\epsilon\), otherwise the greedy action (Mnih et al., 2015).
 
-    ``amount`` is \(\epsilon\). Worker \(i\) of \(N\) uses the probability \(\epsilon^{1 + i \alpha / (N - 1)}\),
-    where \(\alpha\) is the ``spread`` (Horgan et al., 2018). A mask restricts both actions.
+    ``amount`` is \(\epsilon\). Worker \(i\) of \(N\) uses the probability \(\epsilon^{1 + i \alpha / (N - 1)}\), where
+    \(\alpha\) is the ``spread`` (Horgan et al., 2018). An action mask restricts both actions.
 
     Args:
         network: A TensorDict module with ``trunk``, ``head``, and ``values`` of all actions.
-        memory: Maps observations to the input features of the network.
+        memory: The module that maps observations to the input features of the network.
         spread: The constant \(\alpha\); 0 gives all workers the same probability.
         epsilon: Initial value of ``amount``.
     """
@@ -149,7 +149,7 @@ class EpsilonGreedyPolicy(ExploringPolicy):
 
 
 class StochasticPolicy(ExploringPolicy):
-    """Samples from the network's own distribution; its mean under deterministic interaction."""
+    """Sample from the network's distribution, or take the mean under deterministic interaction."""
 
     def act(self, entries: list[Tensor], explore: bool) -> Tensor:
         """Return actions ``[*B, A]``."""

@@ -15,7 +15,7 @@ from torchrl_lightning.agents.networks.trunks import Trunk
 class Network(Protocol):
     """Settings from which agents build the layers in front of their heads; a subclass needs only ``encoder``.
 
-    Actors and critics encode observations with ``encoder``; it never gets an action. Action critics (SAC, TD3)
+    Actors and critics encode observations with ``encoder``, which never receives an action. Action critics (SAC, TD3)
     concatenate the action with the features, unless the network also defines ``action_encoder``.
     """
 
@@ -28,7 +28,7 @@ class Network(Protocol):
     head_sizes: Sequence[int] = ()
     """Widths of the layers between the features and the last layer of each head."""
     activation: str = "relu"
-    """Activation of these layers."""
+    """Activation of the ``head_sizes`` layers."""
 
     def encoder(self, specs: Sequence[Any]) -> nn.Module:
         """Build a module that maps observation entries ``[*B, *F_i]`` to features ``[*B, H]``.
@@ -39,7 +39,8 @@ class Network(Protocol):
     def action_encoder(self, specs: Sequence[Any], action: Any) -> nn.Module:
         """Build a module that maps observation entries and an action (in units of half its range) to features.
 
-        Optional, for critics that read both in their first layer. A class that overrides only ``encoder`` lacks it.
+        This method is optional, for critics that read both in their first layer. A class that overrides only
+        ``encoder`` does not have it.
         """
         raise TypeError(f"{type(self).__name__} has no action_encoder; it must be defined beside encoder.")
 
@@ -61,7 +62,7 @@ class EncoderNetwork(Network):
 
 
 def has_action_encoder(network: Network) -> bool:
-    """Return whether ``action_encoder`` belongs to the same class as ``encoder``, which a subclass may override."""
+    """Return whether ``action_encoder`` is usable; it is not if a subclass overrides only ``encoder``."""
     if "encoder" in getattr(network, "__dict__", ()):
         return False
     methods = {"encoder", "action_encoder"}

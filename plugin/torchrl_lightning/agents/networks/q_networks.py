@@ -150,7 +150,7 @@ def build_distributional_q_network(
 
 
 class ActionValue(ActionScaling):
-    """Q(s, a) of observation entries and an action; the action is scaled to units of its range.
+    """Compute Q(s, a) from observation entries and an action, which is scaled to units of its range.
 
     A network with ``action_encoder`` reads both in its first layer. For other networks, layers of ``head_sizes`` (by
     default one layer as wide as the features) read the features concatenated with the action.
@@ -198,7 +198,7 @@ def build_action_critic(specs: Any, network: Network | None = None, *, quantiles
 class CriticEnsemble(ActionScaling):
     """Several critics with the same architecture and different initial weights, as one module.
 
-    Perceptrons run as batched matrix products over stacked weights, other encoders one after another.
+    Perceptrons run as batched matrix products over stacked weights. Other encoders run one after another.
     """
 
     critics: nn.ModuleList | None
@@ -216,7 +216,7 @@ class CriticEnsemble(ActionScaling):
         self.set_scaling(first.center, first.half_range)
         for layers in zip(*(_layers_in_order(critic) for critic in critics), strict=True):
             if isinstance(layers[0], nn.Linear):
-                # [N, in, out]: matrix products and gradients in this layout need no copies.
+                # Matrix products and gradients need no copies in the layout [N, in, out].
                 self.weights.append(nn.Parameter(torch.stack([layer.weight.detach().mT for layer in layers])))
                 self.biases.append(nn.Parameter(torch.stack([layer.bias.detach() for layer in layers]).unsqueeze(1)))
                 self._layers.append((self.weights[-1], self.biases[-1]))
@@ -230,7 +230,7 @@ class CriticEnsemble(ActionScaling):
         return torch.stack([critic(*entries, action) for critic in self.critics]).squeeze(-1)
 
     def q_values(self, entries: Entries, action: Tensor, count: int | None = None) -> Tensor:
-        """Return the values ``[N, *B]`` of all or of the first ``count`` critics without a gradient to the critics."""
+        """Return the values ``[N, *B]`` of all critics or the first ``count``, without gradients of the critics."""
         count = self.size if count is None else count
         if self.critics is None:
             detached = [

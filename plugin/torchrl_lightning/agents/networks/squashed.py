@@ -32,11 +32,11 @@ _LOG_PROB_CONSTANT = 0.5 * math.log(2.0 * math.pi) + 2.0 * math.log(2.0)
 
 
 def action_range(spec: TensorSpec, *, allow_constants: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the middle and half the width of an action vector's range, ``[A]`` each.
+    """Return the center and the half-width of an action vector's range, ``[A]`` each.
 
     Args:
         spec: The spec of an action.
-        allow_constants: Accept components with only one value; half their width is 0.
+        allow_constants: Accept components with only one value; their half-width is 0.
 
     Raises:
         TypeError: The actions are not a floating-point vector with finite bounds.
@@ -65,7 +65,7 @@ def action_range(spec: TensorSpec, *, allow_constants: bool = False) -> tuple[Te
 
 
 def safetanh_limit(dtype: torch.dtype) -> float:
-    """Return the largest tanh output, as in TorchRL: below 1, so that the action stays invertible."""
+    """Return the largest tanh output, which TorchRL sets below 1 so that the action stays invertible."""
     return 1.0 - torch.finfo(dtype).resolution
 
 
@@ -82,8 +82,8 @@ class _MeanAndLogStd(nn.Module):
 class SquashedHead(ActionHead, ActionScaling):
     r"""A Normal with mean \(\mu(s)\) and standard deviation \(\sigma(s)\), squashed by \(a = c + h \tanh u\).
 
-    \(\log\pi(a|s) = \log\mathcal N(u) - \sum_i \log(h_i (1 - \tanh^2 u_i))\) (Haarnoja et al., 2018, appendix C).
-    Samples and log-probabilities equal those of TorchRL's ``TanhNormal``, without its distribution objects.
+    \(\log\pi(a|s) = \log\mathcal N(u) - \sum_i \log(h_i (1 - \tanh^2 u_i))\) (Haarnoja et al., 2018, appendix C). The
+    head returns the samples and log-probabilities of TorchRL's ``TanhNormal``, but builds no distribution objects.
     """
 
     log_range: Tensor
@@ -162,7 +162,7 @@ class DeterministicActor(TensorDictSequential):
 def build_squashed_actor(specs: Any, network: Network | None = None) -> Actor:
     """Build the actor of SAC; mean and standard deviation depend on the observation.
 
-    Arguments as in :func:`build_actor`; the default network has two layers of 256 rectified units.
+    The arguments are the same as in :func:`build_actor`. The default network has two layers of 256 rectified units.
 
     Raises:
         TypeError: The actions are not bounded floating-point vectors.
@@ -178,7 +178,7 @@ def build_squashed_actor(specs: Any, network: Network | None = None) -> Actor:
 
 
 def build_deterministic_actor(specs: Any, network: Network | None = None) -> DeterministicActor:
-    """Build the actor of TD3; arguments and errors as in ``build_squashed_actor``.
+    """Build the actor of TD3; arguments and errors are the same as in ``build_squashed_actor``.
 
     Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env

@@ -15,10 +15,10 @@ from torchrl_lightning.agents.analytic import SoftUpdate
 
 
 class TargetNetworks(nn.Module):
-    r"""Copies of networks with soft updates, \(\bar\theta \leftarrow \bar\theta + \tau (\theta - \bar\theta)\).
+    r"""The copies of networks with soft updates, \(\bar\theta \leftarrow \bar\theta + \tau (\theta - \bar\theta)\).
 
-    The copies have the networks' names and no gradient. The networks themselves are not registered here. Run the copies
-    inside ``with targets.evaluation``: Lightning warns about modules that are always in evaluation mode.
+    The copies have the networks' names and no gradients. The networks themselves are not registered. Run the copies
+    inside ``with targets.evaluation``, because Lightning warns about modules that are always in evaluation mode.
     """
 
     def __init__(self, networks: Mapping[str, nn.Module]) -> None:
@@ -41,7 +41,7 @@ class TargetNetworks(nn.Module):
 
     @torch.no_grad()
     def soft_update(self, tau: float) -> None:
-        """Move the copies' parameters towards the networks by a fraction ``tau``; 1 makes them equal.
+        """Move the copies' parameters towards the networks by a fraction ``tau``; 1 copies the parameters.
 
         Persistent buffers of the networks, such as running means, are copied.
         """

@@ -42,7 +42,7 @@ class Trunk(TensorDictModuleBase):
         self.out_keys: list[NestedKey] = [FEATURES]
 
     def step(self, tensordict: TensorDictBase) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the features ``[*B, H]`` and the next recurrent states, if any, without writing them."""
+        """Return the features ``[*B, H]`` and the next recurrent states (or none) without writing them."""
         return self.encoder(*[tensordict.get(key) for key in self.in_keys]), ()
 
     def encode(self, tensordict: TensorDictBase) -> Tensor:
@@ -61,7 +61,7 @@ class Trunk(TensorDictModuleBase):
 class RecurrentTrunk(Trunk):
     r"""An encoder followed by TorchRL's ``GRUModule`` or ``LSTMModule``.
 
-    Single steps (the default) take each row's own state, zeroed if ``is_init``:
+    Single steps (the default) start from the state of each row, or from zero if ``is_init``:
     \(h_{t+1}, y_t = \mathrm{cell}(x_t, (1 - \mathrm{init}_t) h_t)\).
     Sequences ``[B, T]`` (inside ``torchrl.modules.set_recurrent_mode``) start from the first state of each row, and
     from zero at each step with ``is_init``. The state of a GRU is a tensor ``[*B, L, H]``. The state of an LSTM is a
@@ -147,7 +147,7 @@ class RecurrentTrunk(Trunk):
         states = [state.masked_fill(is_init[:, 0].reshape(-1, 1, 1), 0.0) for state in states]
         if not bool(is_init[:, 1:].any()):
             return self._cells(encoded, self._to_hidden(states))[0]
-        # Each episode becomes a row of its own, padded at the end.
+        # Each episode becomes a separate row, padded at the end.
         is_start = is_init.clone()
         is_start[:, 0] = True
         is_start = is_start.flatten()
@@ -168,8 +168,8 @@ class RecurrentTrunk(Trunk):
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return the states ``[B, T, L, H]`` before and after each step of sequences, without a gradient.
 
-        The states are computed step by step, because torch's cells return only the state after the last step. Arguments
-        as in ``encode_sequences``.
+        The states are computed step by step, because torch's cells return only the state after the last step. The
+        arguments are the same as in ``encode_sequences``.
         """
         encoded, mask = self.encoder(*entries), is_init.reshape(*is_init.shape, 1, 1)
         before: list[Sequence[Tensor]] = []
