@@ -1,6 +1,6 @@
-"""The buffer of model-based training: transitions with train and validation parts, prediction targets and scalers.
+"""Buffer of model-based training: transitions, training and validation parts, prediction targets and scalers.
 
-The networks that learn from it are in ``agents/model_based``.
+The networks that learn from this buffer are in ``agents/model_based``.
 """
 
 from __future__ import annotations

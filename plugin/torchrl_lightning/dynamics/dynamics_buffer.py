@@ -29,25 +29,25 @@ from torchrl_lightning.rollout.pytorchrl_names import to_documented
 
 
 class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
-    """Replay buffer of PyTorchRL's model-based algorithms: stores transitions and yields model inputs and targets.
+    """Replay buffer of PyTorchRL's model-based algorithms, for transitions that become model inputs and targets.
 
     One row holds one step of all environments; a batch flattens time and environments into one dimension.
-    ``generate_batches`` applies :class:`DynamicsTargets` to all rows and standardises them with their own statistics.
-    TorchRL's methods also work: ``sample`` draws plain transitions.
+    ``generate_batches`` applies :class:`DynamicsTargets` to all rows, and standardises with the statistics of these
+    rows. TorchRL's methods also work: ``sample`` draws plain transitions.
 
     Args:
         size: capacity along time.
         device: device of the stored rows and the batches.
-        actor: its ``dynamics_model.reward_function``, if present, is the analytic reward; its ``action_space``
-            describes the actions.
+        actor: any object; its ``dynamics_model.reward_function`` is the analytic reward, and its ``action_space``
+            describes the actions. Both attributes are optional.
         algorithm: any object; stored as an attribute.
         envs: environments with ``num_envs``; Gymnasium's or TorchRL's vector environments also define the action spec.
         reward_function: an analytic reward (see :class:`DynamicsTargets`); None uses the reward function of the actor's
             model. Without a reward function, the reward is a target.
         action_spec: spec of an action, required for discrete actions; None uses the spec of ``envs`` or ``actor``.
-        autoreset: True if the next observation of an episode's last step is the first one of the next episode, as in
-            PyTorchRL's environments. The buffer stores these steps, marks them by ``("next", "is_init")``, and leaves
-            them out of batches. Data of our collectors do not need this.
+        autoreset: True if the next observation of an episode's last step is the first observation of the next episode,
+            as in PyTorchRL's environments. The buffer stores these steps, marks them with ``("next", "is_init")``, and
+            excludes them from batches. Data of our collectors do not need this setting.
         num_envs: number of environments; None uses the number of ``envs`` or of the first write.
         generator: random generator; None seeds one from torch's global generator.
         batch_size: rows per ``sample()``.
@@ -124,7 +124,7 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
 
     @property
     def max_size(self) -> int:
-        """Capacity along time; setting it keeps the newest rows."""
+        """Capacity along time; a change keeps the newest rows."""
         return self._max_size
 
     @max_size.setter
@@ -164,7 +164,7 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
         """Write steps; see :meth:`ExperienceBuffer.extend`. If the first write is ``[n]``, ``num_envs`` becomes 1.
 
         Raises:
-            KeyError: the next observation is missing, or ``("next", "done")`` is missing with ``autoreset``.
+            KeyError: the next observation is missing, or ``autoreset`` is set and ``("next", "done")`` is missing.
         """
         check_tensordict(data)
         data = self._mark_resets(data)
@@ -197,11 +197,12 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
     def insert_data_slice(
         self, new_data: TensorDictBase | Mapping[str, Any], time_dim: int | None = None, *, copy: bool = True
     ) -> None:
-        """Append transitions; keep the newest if they exceed the capacity.
+        """Append transitions; if the data exceed the capacity, keep the newest transitions.
 
         Args:
-            new_data: ``[N, T]`` with a dimension named ``"time"``, any order with ``time_dim``, or ``[T]`` of one
-                environment; or a dict with the documented names, time-major ``[T, N, ...]``.
+            new_data: TensorDict ``[N, T]``, ``[T, N]``, or ``[T]`` of one environment, or time-major dict
+                ``[T, N, ...]`` with the documented names. A TensorDict needs a dimension named ``"time"``, or
+                ``time_dim``.
             time_dim: index of the time dimension.
             copy: ignored; rows are always copied.
         """
@@ -215,7 +216,7 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
         Args:
             tensor_storage: entries ``[max_size, ...]``; a missing entry is added and filled with zeros.
             tensor_key: name of the entry.
-            tensor_values: ``[T, ...]``; the newest are kept if they exceed the capacity.
+            tensor_values: ``[T, ...]``; if ``T`` exceeds the capacity, the newest values are kept.
 
         Returns:
             Number of given values, ``T``.
@@ -254,7 +255,7 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
 
     @contextmanager
     def _rings_for(self, num_envs: int | None) -> Iterator[None]:
-        """Build rings for ``num_envs`` environments if their number is not known yet; undo it if the block fails."""
+        """Build rings for ``num_envs`` environments if their number is unknown; remove the rings if the block fails."""
         is_first = self._num_envs is None and num_envs is not None
         if is_first:
             self._replace_rings(self.max_size, num_envs)
@@ -266,7 +267,7 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
             raise
 
     def _replace_rings(self, size: int, num_envs: int | None) -> None:
-        """Replace the rings by rings of ``size`` steps for ``num_envs`` environments; move the newest rows there."""
+        """Replace the rings by rings of ``size`` steps for ``num_envs`` environments, and move the newest rows."""
         storage = RingStorage(size * (num_envs or 1), device=self.storage.device)
         old_writer = self.writer
         writer = RingWriter(num_envs or 1, done_reduce=old_writer.done_reduce, check_successors=False)
@@ -299,7 +300,10 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
         return self.writer.cell(torch.tensor(env), steps)
 
     def _episodes_of(self, env: int) -> list[Tensor]:
-        """Return the filled cells of each episode of an environment, oldest first; one group without an index."""
+        """Return the filled cells of an environment as one tensor per episode, oldest first.
+
+        Without an episode index, return a single tensor with all filled cells.
+        """
         cells, index = self._cells_of(env), self.writer.index
         if index is None or not len(cells):
             return [cells] if len(cells) else []
@@ -308,10 +312,10 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
         return list(cells.split(begin.unique_consecutive(return_counts=True)[1].tolist()))
 
     def get_data_slice(self, start_pos: int, end_pos: int, documented_names: bool = False) -> Any:
-        """Return a copy of the rows ``[start_pos, end_pos)``, oldest first, ``[T, N]`` named ``("time", None)``.
+        """Return a copy of the rows ``[start_pos, end_pos)``, ``[T, N]`` with dimension names ``("time", None)``.
 
         Args:
-            start_pos: first row; 0 is the oldest stored one.
+            start_pos: first row; 0 is the oldest stored row.
             end_pos: end of the range (exclusive), at most ``size``.
             documented_names: return a dict with the documented names instead.
 
@@ -378,14 +382,14 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
         shuffle: bool = True,
         documented_names: bool = False,
     ) -> Iterator[Any]:
-        """Iterate over inputs and targets of all usable rows, standardised with their own statistics.
+        """Iterate over inputs and targets of all usable rows, standardised with the statistics of these rows.
 
         Args:
             num_mini_batch: ignored, as documented; ``mini_batch_size`` determines the number of batches.
             mini_batch_size: rows per batch; the last batch of an epoch may be smaller, but is never empty.
             num_epochs: passes over the rows.
-            shuffle: draw a new order for each epoch; otherwise, oldest first.
-            documented_names: yield dicts of ``train_input``, ``train_label`` and ``batch_number`` instead.
+            shuffle: draw a new order for each epoch; False yields the oldest rows first.
+            documented_names: yield dicts with ``train_input``, ``train_label`` and ``batch_number`` instead.
 
         Returns:
             An iterator over TensorDicts ``[B]`` with ``inputs`` and ``targets``.

@@ -16,10 +16,10 @@ SMALLEST_STD = 1e-8
 class StandardScaler(nn.Module):
     """Scale columns to zero mean and unit standard deviation, and back.
 
-    The standard deviation is unbiased; a value below 1e-8 (a constant column, a single row) counts as 1. Moments are
-    summed in float64. Values are scaled in their own dtype, integers in float64. Before the first fit, values stay
-    unchanged. The scaler is a module, so mean and deviation are part of the parent's ``state_dict`` and follow its
-    device.
+    The standard deviation is unbiased. A deviation below 1e-8, as in a constant column or a single row, counts as 1.
+    Moments are summed in float64. Values are scaled in their dtype, but integers in float64. Before the first fit,
+    values stay unchanged. The scaler is a module, so the parent's ``state_dict`` contains mean and deviation, and both
+    move to the parent's device.
 
     Args:
         columns: names of the columns, for error messages.

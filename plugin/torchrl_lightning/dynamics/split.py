@@ -24,10 +24,10 @@ _INCREMENT, _MULTIPLIER_1, _MULTIPLIER_2 = map(np.uint64, (0x9E3779B97F4A7C15, 0
 class HoldoutSplit(Stateful, ConfigSafe):
     """Split the rows of ring buffers into a training and a validation part; a row never changes its part.
 
-    A hash of the seed, the environment and the ever-increasing position assigns a row when it is first seen. The
-    assignment stays until another row overwrites the cell, even if ``max_size`` changes and the rings are rebuilt. So
-    runs with the same seed split the same rows in the same way, however they were written. Once ``max_validation`` rows
-    are held out, all further rows are training rows until held-out rows are overwritten.
+    When a row is first seen, a hash of the seed, the environment and the ever-increasing position selects its part. The
+    row stays in this part until another row overwrites its cell, even if ``max_size`` changes and the rings are
+    rebuilt. So runs with the same seed hold out the same rows, regardless of how the rows were written. Once
+    ``max_validation`` rows are held out, all further rows are training rows until held-out rows are overwritten.
 
     Args:
         validation_fraction: fraction of held-out rows.
@@ -111,7 +111,7 @@ class HoldoutSplit(Stateful, ConfigSafe):
         self._next_unseen, self._restart_offset = snapshot.clone(), restart_offset
 
     def count_training(self, num_envs: int, steps: int) -> int:
-        """Return the number of training rows among the first ``steps`` of each environment, written or not."""
+        """Return the number of training rows in the first ``steps`` rows of each environment, written or not."""
         serial, env = (grid.reshape(-1) for grid in np.mgrid[:steps, :num_envs])
         is_selected = _hash_to_unit(self.seed, env, serial) < self.validation_fraction
         return int(len(is_selected) - min(is_selected.sum(), self.max_validation))

@@ -27,32 +27,34 @@ class DynamicsTargets(Transform):
     r"""Compute inputs \([s, a]\) and targets \([s' - s, r]\) of transitions and standardise each column.
 
     Use it as ``transform=`` of an :class:`ExperienceBuffer`; it changes sampled batches only. It adds ``inputs``
-    ``[*B, D_in]``, ``targets`` ``[*B, D_out]`` and, with ``terminated=True``, ``terminated`` ``[*B, 1]`` (0 or 1, not
-    standardised) to a batch ``[*B]``. The specs determine the columns: first all observations, each flattened, then the
-    action. Discrete actions become one-hot over all options of the spec, whatever their stored format. :meth:`fit` sets
-    the statistics; before it, values stay unscaled. Observations of float64 and integers stay float64 until their mean
-    is subtracted. Inputs and targets have the dtype of ``torch.get_default_dtype``, usually float32.
+    ``[*B, D_in]`` and ``targets`` ``[*B, D_out]`` to a batch ``[*B]``. With ``terminated=True``, it also adds
+    ``terminated`` ``[*B, 1]``, which is 0 or 1 and not standardised. The specs determine the columns: first all
+    observations, each flattened, then the action. Discrete actions become one-hot over all options of the spec,
+    regardless of their stored format. Before the first :meth:`fit`, values stay unscaled. Float64 and integer
+    observations are float64 until their mean is subtracted. Inputs and targets have the dtype of
+    ``torch.get_default_dtype``, usually float32.
 
-    A row is useless if its next observation is the first one of another episode. Our collectors and TorchRL's store the
-    last observation of the episode instead, so no row is lost. Other data mark these rows by an entry
-    ``("next", "is_init")`` (see :meth:`usable`; :class:`MBReplayBuffer` writes it).
+    A row is unusable if its next observation is the first observation of another episode. Our collectors and TorchRL's
+    collectors store the last observation of the episode instead, so all rows are usable. Other data must mark unusable
+    rows with an entry ``("next", "is_init")``; see :meth:`usable`. :class:`MBReplayBuffer` writes this entry.
 
     Args:
-        observation_spec: a Composite of each observation's spec, without batch dimensions.
+        observation_spec: Composite with the spec of each observation, without batch dimensions.
         action_spec: spec of an action, without batch dimensions.
-        observation_keys: keys of the observations, in the order of the columns; None uses all of the spec.
+        observation_keys: keys of the observations, in the order of the columns; None uses all keys of the spec.
         action_key: key of the action.
         reward_key: key of the reward.
         terminated_key: key of the termination flag.
         reward: an analytic reward, ``reward(observation, action, next_observation)`` with arguments ``[..., D]`` in
             column format; if given, the reward is not a target column.
-        terminated: also add ``terminated``.
+        terminated: also add ``terminated`` to batches.
 
     Raises:
         TypeError: ``observation_spec`` is not a Composite.
-        KeyError: the spec lacks an observation; when transitions are read: they lack an entry.
+        KeyError: the spec lacks an observation. Reading transitions raises this error if they lack an entry.
         ValueError: ``observation_keys`` is empty or repeats an observation, or both ``reward_key`` and ``reward`` are
-            given; when transitions are read: a discrete action is outside the spec, or an entry has another size.
+            given. Reading transitions raises this error if a discrete action is outside the spec, or an entry has
+            another size.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -132,7 +134,7 @@ class DynamicsTargets(Transform):
         return ~is_reset.reshape(rows.shape)
 
     def observation(self, rows: TensorDictBase) -> Tensor:
-        """Return the observations of ``rows`` ``[*B]`` as columns ``[*B, D]``; pass ``rows["next"]`` for next ones."""
+        """Return observations as columns ``[*B, D]``; pass ``rows["next"]`` for the next observations."""
         return self._observations(rows, self.observation_keys)
 
     def action(self, action: Tensor, batch_size: torch.Size) -> Tensor:
@@ -159,12 +161,12 @@ class DynamicsTargets(Transform):
         return flat.to(torch.get_default_dtype()).reshape(*batch_size, flat.shape[1])
 
     def raw_inputs(self, rows: TensorDictBase) -> Tensor:
-        """Return the unscaled inputs of ``rows`` ``[*B]``: observations and actions, ``[*B, D_in]``."""
+        """Return the unscaled inputs ``[*B, D_in]`` of rows with the batch shape ``[*B]``: observations and actions."""
         action = self.action(_entry(rows, self.action_key), rows.shape)
         return torch.cat([self.observation(rows), action], -1)
 
     def raw_targets(self, rows: TensorDictBase) -> Tensor:
-        """Return the unscaled targets of ``rows`` ``[*B]``, ``[*B, D_out]``."""
+        """Return the unscaled targets ``[*B, D_out]`` of rows with the batch shape ``[*B]``."""
         next_observation = self._observations(rows, [next_key(key) for key in self.observation_keys])
         change = next_observation - self.observation(rows)
         if self.reward is not None:
@@ -183,7 +185,7 @@ class DynamicsTargets(Transform):
         """
         rows = rows[self.usable(rows)]
         inputs, targets = self.raw_inputs(rows), self.raw_targets(rows)
-        # Check both before either scaler changes. If only a target is not finite, the next step is wrong.
+        # Check inputs and targets before a scaler changes. If only a target is not finite, the next step is wrong.
         check_finite(inputs, self.input_columns)
         check_finite(targets, [f"next {name}" if name != "reward" else name for name in self.target_columns])
         self.input_scaler.fit(inputs)
@@ -213,7 +215,7 @@ class DynamicsTargets(Transform):
             prediction: predicted targets, ``[..., D_out]``.
 
         Returns:
-            Next observations ``[..., D]`` and rewards ``[..., 1]``; None instead of rewards if they are analytic.
+            Next observations ``[..., D]`` and rewards ``[..., 1]``. The rewards are None if ``reward`` is given.
         """
         change = self.target_scaler.inverse(prediction)
         width = len(self.observation_columns)

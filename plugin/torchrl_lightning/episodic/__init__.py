@@ -1,6 +1,6 @@
-"""ALF's replay buffer: rings of several environments, their episodes, returns, relabelled goals and stacked frames.
+"""ALF's replay buffer of several environments, with episodes, returns, relabelled goals and stacked frames.
 
-Rings, index and samplers that do not need episodes are in ``replay``.
+The rings, their index, and the samplers that do not need episodes are in ``replay``.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class BatchInfo(TensorClass):
     Attributes:
         env_ids: the environment of each window.
         positions: the position of each window's first step.
-        importance_weights: priority of the first step over the mean of the nonzero priorities; None without priorities.
+        importance_weights: priority of the first step, divided by the mean nonzero priority; None without priorities.
         replay_buffer: the sampled buffer.
         discounted_return: the return of the first step; None if returns are not recorded.
 

@@ -32,48 +32,47 @@ from torchrl_lightning.replay.ring_storage import RingStorage
 
 
 class EpisodicReplayBuffer(ExperienceBuffer):
-    """ALF's replay buffer of several environments: one ring for each, written together or separately.
+    """ALF's replay buffer: one ring for each environment, written together or separately.
 
-    A row is a transition with our keys. If ``data_spec`` has a ``step_type``, a row is one of ALF's time steps;
-    :mod:`torchrl_lightning.episodic.time_steps` maps one layout to the other. All TorchRL methods also work: ``sample``
-    draws single steps, and :meth:`get_batch` draws windows. A position counts the steps of an environment since the
-    buffer was emptied.
+    By default, a row is a transition with this package's keys. If ``data_spec`` has a ``step_type``, a row is one of
+    ALF's time steps. :mod:`torchrl_lightning.episodic.time_steps` compares the two layouts. All TorchRL methods also
+    work: ``sample`` draws single steps, and :meth:`get_batch` draws windows. A position counts the steps of an
+    environment since the buffer was emptied.
 
     Args:
-        data_spec: a row without batch size: a ``Composite`` spec or a TensorDict. ``None`` uses the first write.
+        data_spec: ``Composite`` spec or TensorDict of one row, without batch size. ``None`` uses the first write.
         num_environments: number of rings.
         max_length: capacity of each ring; new steps replace the oldest.
         num_earliest_frames_ignored: number of oldest steps per environment excluded from sampling.
         prioritized_sampling: draw in proportion to priorities.
-        initial_priority: minimum priority of new steps; they get the highest stored priority if it is larger.
-        recent_data_steps: as in :class:`RecentSampler`, like the next two arguments.
+        initial_priority: minimum priority of new steps; if the highest stored priority is larger, new steps get it.
+        recent_data_steps: see :class:`RecentSampler`, also for the next two arguments.
         recent_data_ratio: fraction of a batch drawn from the newest steps.
-        with_replacement: draw independently instead of evenly spread.
+        with_replacement: draw start positions independently instead of spreading them evenly.
         device: device of the stored steps and the batches.
-        allow_multiprocess: let other processes, forked or spawned later, write, read (see
-            :meth:`ExperienceBuffer.share`) and wait for each other. Needs a ``data_spec``. Each process has its own
-            priorities: the others do not see its updates, and in all of them new steps have the priority of new data.
-            So update and draw in the same process. The argument only calls ``share()``. To load a state, build the
-            buffer without it, load, and call ``share()``; ``share(timeout=...)`` limits the waiting time.
-        keep_episodic_info: keep the index of episodes. ``None`` keeps it if the data contain the ends of episodes.
-            Recorded returns need these.
-        record_episodic_return: store the return of every step; see :class:`EpisodicReturn`, also for the next three.
+        allow_multiprocess: call :meth:`ExperienceBuffer.share`, so that processes forked or spawned later can write,
+            read and wait for each other. Needs a ``data_spec``. Each process has separate priorities, also for new
+            steps, so update priorities and draw in the same process. To load a state, build the buffer without this
+            argument, load, and call ``share()``. ``share(timeout=...)`` limits the waiting time.
+        keep_episodic_info: keep an index of episodes; ``None`` means True if the data have flags for episode ends.
+            Recorded returns need these flags.
+        record_episodic_return: store every step's return; see :class:`EpisodicReturn`, also for the next 3 arguments.
         default_return: value stored for a step without a known return.
         gamma: discount of the return.
         reward_clip: (lowest, highest) bounds for rewards in the return.
-        enable_checkpoint: True if a resumed run resets its environments: after a state was loaded, new steps do not
-            continue the unfinished episodes. Otherwise they do, if they are the stored successors.
+        enable_checkpoint: True if a resumed run resets its environments. Then loading a state ends the unfinished
+            episodes. Otherwise, new steps that equal the stored successors continue these episodes.
         name: name in ``repr``.
         critic: as in :class:`EpisodicReturn`.
-        layout: keys of the row entries; by default, our keys or ALF's.
-        overwrite: replace the oldest steps of a full ring; otherwise, a write that does not wait raises an error.
+        layout: keys of the row entries; by default, this package's keys or ALF's keys.
+        overwrite: replace the oldest steps of a full ring. If False, a write that does not wait raises an error.
         scratch_dir: as in :class:`RingStorage`.
         sampler: replaces the sampler configured by the arguments above.
-        generator: as in :class:`ExperienceBuffer`, like the arguments below.
+        generator: see :class:`ExperienceBuffer`, which also documents the remaining arguments.
 
     Raises:
         KeyError: returns are recorded, but ``data_spec`` has no rewards.
-        ValueError: an argument is out of range, or two contradict each other.
+        ValueError: an argument is out of range, or two arguments contradict each other.
 
     Source:
         https://github.com/HorizonRobotics/alf
@@ -190,12 +189,12 @@ class EpisodicReplayBuffer(ExperienceBuffer):
     # ------------------------------------------------------------------ writing
 
     def add_batch(self, batch: TensorDictBase, env_ids: Tensor | None = None, blocking: bool = False) -> bool:
-        """Add one step of some environments, or several with a ``"time"`` dimension; full rings drop the oldest steps.
+        """Add one step of some environments, or several in a ``"time"`` dimension; full rings drop their oldest steps.
 
         Args:
-            batch: ``[B]``, one step per id, or one step of each environment in order if ``env_ids`` is None.
-            env_ids: different environments, ``[B]``.
-            blocking: overwrite nothing: wait until another process has removed enough steps (:meth:`dequeue`).
+            batch: ``[B]``, one step for each id. If ``env_ids`` is None, one step of each environment, in order.
+            env_ids: distinct environment ids, ``[B]``.
+            blocking: instead of dropping steps, wait until another process has removed enough steps (:meth:`dequeue`).
 
         Returns:
             True if the batch was added; False if :meth:`stop` ended the waiting.
@@ -205,8 +204,8 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             TimeoutError: no process made room within the timeout of :meth:`share`.
             TypeError: the batch is not a TensorDict.
             ValueError: ids are out of range or repeated; the batch has another size or schema, or more steps than a
-                ring; the ring is full with ``overwrite=False``; or ``blocking=True`` without other processes. Nothing
-                is written.
+                ring; the ring is full and ``overwrite`` is False; or ``blocking`` is True and the buffer is not shared.
+                Nothing is written.
         """
         if not blocking:
             self.extend(batch, env_ids)
@@ -237,19 +236,20 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         """Remove the oldest steps of environments and return them, ``[B, n]``.
 
         Args:
-            env_ids: different environments; None for all.
+            env_ids: distinct environment ids; None selects all.
             n: number of steps per environment.
             blocking: wait until each environment holds ``n`` steps.
 
         Returns:
-            The steps, or None if :meth:`stop` ended the waiting. No other process gets them, even if this one dies.
+            The steps, or None if :meth:`stop` ended the waiting. No other process gets the removed steps, even if this
+            process dies.
 
         Raises:
             TimeoutError: no process wrote enough steps within the timeout of :meth:`share`.
-            MissingStepsError: a ValueError and AssertionError: an environment holds fewer steps, or ``n`` exceeds its
-                ring.
-            ValueError: ids are out of range or repeated; or ``blocking=True`` without other processes. All these
-                errors leave the buffer unchanged.
+            MissingStepsError: an environment holds fewer steps, or ``n`` exceeds its ring. This error is also a
+                ValueError and an AssertionError.
+            ValueError: ids are out of range or repeated, or ``blocking`` is True and the buffer is not shared. The
+                buffer stays unchanged after each of these errors.
         """
         integer(n, "n")
         if not blocking:
@@ -270,7 +270,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         return f"The steps of an environment must be at most max_length={self.max_length}, got {steps}. Wait for fewer."
 
     def clear(self, env_ids: Tensor | None = None) -> None:
-        """Delete steps, episodes, priorities and returns of all or of some environments.
+        """Delete steps, episodes, priorities and returns of all environments or of some.
 
         Raises:
             ValueError: ids are out of range or repeated; nothing is deleted.
@@ -300,8 +300,8 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             The windows, ``[batch_size, batch_length]``, and their origin, ``[batch_size]``.
 
         Raises:
-            MissingStepsError: a ValueError and AssertionError: the buffer is empty, no environment holds
-                ``batch_length`` steps besides the ignored ones, or all priorities are zero.
+            MissingStepsError: the buffer is empty, no environment holds ``batch_length`` steps besides the ignored
+                steps, or all priorities are zero. This error is also a ValueError and an AssertionError.
         """
         writer, steps = self.writer, integer(batch_length, "batch_length")
         with self.locked():
@@ -328,8 +328,8 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             convert_to_default_device: move the steps to torch's default device.
 
         Raises:
-            MissingStepsError: a ValueError and AssertionError: the environments hold different numbers of steps, or
-                only ignored steps.
+            MissingStepsError: the environments hold different numbers of steps, or only ignored steps. This error is
+                also a ValueError and an AssertionError.
         """
         writer = self.writer
         with self.locked():
@@ -351,8 +351,8 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         """Return one or several entries of stored steps, with the broadcast shape of ids and positions.
 
         Args:
-            field_name: a key or a string with dots; the empty string returns all entries. A list, a dict, or a tuple
-                that is not a stored key selects several entries; the result has the same structure.
+            field_name: a key, or a nested key as a string with dots; the empty string returns all entries. A list, a
+                dict, or a tuple that is not a stored key selects several entries; the result has the same structure.
             env_ids: environments.
             positions: positions of the steps.
 
@@ -404,7 +404,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         return index
 
     def steps_to_episode_end(self, pos: Tensor, env_ids: Tensor) -> Tensor:
-        """Return the number of steps that follow in the same episode, up to the newest step of a running episode.
+        """Return the number of later steps in the same episode; a running episode counts up to its newest step.
 
         Raises:
             IndexError: a step is not stored, or an environment id is out of range.
@@ -426,9 +426,9 @@ class EpisodicReplayBuffer(ExperienceBuffer):
     def get_disc_0_begin_position(self, pos: Tensor, env_ids: Tensor) -> Tensor:
         """Return the first position of each step's life, the part of an episode between two terminations.
 
-        A life begins with the first step of the episode or with the step after a termination. Among time steps, the
-        step with discount zero itself begins the next life. If the begin of the life is overwritten, the result is the
-        first position of the episode. The cost grows with the number of steps in between.
+        A life begins with the first step of the episode or with the step after a termination. If rows are time steps,
+        the step with discount zero begins the next life. If the first step of the life is overwritten, the result is
+        the first position of the episode. The cost grows with the length of the life.
 
         Raises:
             IndexError: a step is not stored, or an environment id is out of range.
@@ -463,7 +463,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
     def update_priority(self, env_ids: Tensor, positions: Tensor, priorities: Tensor | None = None) -> None:
         """Set priorities of steps; ignore steps that were overwritten in the meantime.
 
-        Two arguments are TorchRL's signature: cells and their priorities.
+        With two arguments, the method has TorchRL's signature: cells and their priorities.
 
         Args:
             env_ids: environments, ``[B]``.

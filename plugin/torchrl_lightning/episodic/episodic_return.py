@@ -30,7 +30,7 @@ DEFAULT_RETURN = -1000.0
 
 
 def check_return_settings(record_episodic_return: bool, reward_clip: Any, default_return: float, critic: Any) -> None:
-    """Validate the arguments of returns; raise ValueError if one is given although returns are not recorded."""
+    """Validate the arguments for returns; raise ValueError if one is set although returns are not recorded."""
     if record_episodic_return:
         return
     check_defaults(
@@ -48,14 +48,15 @@ _NO_ARRAYS: tuple[Ints | None, tuple[Any, Any, Any] | None] = None, None
 class EpisodicReturn(ConfigSafe):
     """Write the discounted returns of an episode into its stored steps when the episode ends.
 
-    The return of a step is ``G[t] = r[t] + gamma * G[t+1]``, summed to the end of the episode or to the first
-    terminated step, which may also end only a life. The return stays ``default_return`` in running episodes, and in the
+    The return of a step is ``G[t] = r[t] + gamma * G[t+1]``. The sum stops at the end of the episode or at the first
+    terminated step, which may end only a life. The return stays ``default_return`` in running episodes, and in the
     steps of a truncated episode after its last termination. The default is so small that it does not matter as a lower
-    bound of a value. A ``critic`` completes the returns of truncated episodes by the value of the last successor. If
-    the first steps of an episode are overwritten, the others still get their returns.
+    bound of a value. With a ``critic``, the returns of truncated episodes include the value of the last successor. If
+    the first steps of an episode are overwritten, the remaining steps still get their returns.
 
-    The returns are stored only in their entry. The cost is O(1) per step: each episode is read once, when it ends. The
-    storage calls this object on every write. Written rows must already have the entry: see :meth:`with_default`.
+    The returns are stored only in the entry ``key``. The cost is O(1) per step, because each episode is read once, when
+    it ends. The storage calls this object on every write. Written rows must already have the entry; see
+    :meth:`with_default`.
 
     Args:
         storage: storage of the rows, filled by a :class:`RingWriter` with ``track_episodes=True``.
@@ -63,7 +64,7 @@ class EpisodicReturn(ConfigSafe):
         reward_clip: (lowest, highest) bounds for rewards in a return; stored rewards do not change.
         default_return: value stored for a step without a known return.
         critic: a TensorDictModule that writes ``state_value``, called on the last successors of truncated episodes.
-        key: name of the stored entry, with the shape of the reward.
+        key: key of the stored returns, which have the shape of the reward.
         layout: keys of the row entries.
 
     Raises:
@@ -147,7 +148,7 @@ class EpisodicReturn(ConfigSafe):
         self._gamma_and_clip = self.gamma, *clip
 
     def with_default(self, data: TensorDictBase) -> TensorDict:
-        """Return the rows with the entry for the return, filled with ``default_return``; entries are not copied.
+        """Return the rows with a return entry that contains ``default_return``; the other entries are not copied.
 
         Later calls with rows of this shape return the same tensor, so copy the entry before you change it.
 
@@ -180,7 +181,7 @@ class EpisodicReturn(ConfigSafe):
         self.mark_update(index)
 
     def mark_update(self, index: Tensor, **_: Any) -> None:
-        """Write the returns of the episodes that end in these cells; called by the writer."""
+        """Write the returns of the episodes that end in these cells; the writer calls this method."""
         writer = writer_of(self._storage)
         assert writer is not None
         episodes = writer.index

@@ -16,15 +16,15 @@ from torchrl_lightning.kernels.compiled import copy_bytes, jitted
 
 
 class FrameRing:
-    """Frames of one stacked entry of several environments, including the entry under ``"next"``.
+    """Store the frames of one stacked entry, and of the same entry under ``"next"``, for several environments.
 
-    A stack is stored as a row of frame numbers. Each environment has one ring of frames. It is longer than the ring of
-    steps by one stack, so the frames before the oldest step remain stored. The newest frame after a step occupies the
-    slot of the next step's newest frame. Both are the same frame if the next step's stack equals the stack after this
-    step. Otherwise an episode begins or steps are missing: then the frame moves to a spare slot. The earlier frames of
-    the new stack also get spare slots, unless all frames of the stack are equal. A spare slot becomes free when no
-    stored step uses it; if no slot is free, the number of slots grows by a quarter. So reads always return the written
-    stacks, regardless of flags and positions.
+    A stack is stored as a row of frame numbers. Each environment has one ring of frames. The ring of frames is longer
+    than the ring of steps by one stack, so the frames before the oldest step remain stored. The newest frame after a
+    step occupies the slot for the newest frame of the next step. Both are the same frame if the next step's stack
+    equals the stack after this step. If the stacks differ, an episode begins or steps are missing, and the frame after
+    this step moves to a spare slot. The earlier frames of the next step's stack also get spare slots, unless all frames
+    of that stack are equal. A spare slot becomes free when no stored step uses it. If no slot is free, the number of
+    slots grows by a quarter. So reads always return the written stacks, regardless of flags and positions.
 
     Args:
         stack: rows of stacks; only shape and dtype matter.
@@ -77,7 +77,7 @@ class FrameRing:
         return len(self.ring) + len(self.spares)
 
     def first_discontinuity(self, stack: Tensor, after: Tensor) -> int | None:
-        """Return the first row with ``after`` different from ``stack`` shifted by one frame, or None."""
+        """Return the first row with an ``after`` other than ``stack`` shifted by one frame, or None."""
         earlier, later = self._split(stack)[:, 1:], self._split(after)[:, :-1]
         if torch.equal(earlier, later):
             return None
@@ -162,7 +162,7 @@ class FrameRing:
         }
 
     def load_state(self, state: Mapping[str, Any], numbers: Tensor, next_numbers: Tensor) -> None:
-        """Restore a state of :meth:`state_of`; the frame numbers are as in :meth:`write`."""
+        """Restore a state from :meth:`state_of`, with the frame numbers described in :meth:`write`."""
         self.clear()
         frames, spares = state["frames"], state["spares"]
         self.ring[: len(frames)] = frames
@@ -231,7 +231,7 @@ def write_frames(
         next_stacks: the stacks after the steps; only the newest frames are new.
         ring: the frames of the environments, ``[R, S]``.
         spares: the spare slots, numbered from ``R`` on.
-        free: numbers of the free spare slots, minus ``R``.
+        free: indices of the free slots in ``spares``.
         num_free: number of free spare slots.
         counts: number of steps written per environment, ``[num_envs]``.
         last: cell of the last written step of each environment, or -1.

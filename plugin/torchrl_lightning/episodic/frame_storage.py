@@ -34,14 +34,16 @@ from torchrl_lightning.replay.rings import rings_of
 class FrameStorage(RingStorage):
     """A :class:`RingStorage` that stores each frame of image stacks once.
 
-    Write the stacked observations and next observations of a recipe with ``frame_stack=K``; reads return them bit for
-    bit. The storage holds the newest frame of each step and the last frames of episodes, and builds the stacks on
-    read. It also keeps the frames before the oldest step, so that this step is complete. A :class:`RingWriter`, part of
-    every :class:`ExperienceBuffer`, fills the storage. All data are in CPU memory.
+    Write stacked observations and next observations, for example from a recipe with ``frame_stack=K``. Reads return the
+    written stacks bit for bit. The storage holds the newest frame of each step and the last frames of episodes, and
+    builds the stacks on read. It also keeps the frames before the oldest step, so that the stack of this step is
+    complete. The storage needs a :class:`RingWriter`, which is part of every :class:`ExperienceBuffer`. All data are in
+    CPU memory.
 
     For frames of ``S`` bytes, the storage takes ``S * (max_size + K * num_envs)`` bytes. Each stored end of an episode
-    adds ``S`` to ``1.25 * S`` bytes, and the frame numbers take ``8 * K`` bytes per step. Example: stacks of four 84 x
-    84 images, 10,000 steps of 8 environments, episodes of 300 steps: 71 MB instead of 564 MB, 1.01 frames per step.
+    adds ``S`` to ``1.25 * S`` bytes, and the frame numbers take ``8 * K`` bytes per step. For example, 10,000 steps of
+    8 environments with stacks of four 84 x 84 images and episodes of 300 steps take 71 MB instead of 564 MB. The
+    storage then has 1.01 frames per step.
 
     Args:
         max_size: number of cells.
@@ -49,8 +51,8 @@ class FrameStorage(RingStorage):
         keys: keys of the stacks, each also present under ``"next"``.
 
     Raises:
-        ValueError: a number is not positive; when writing: an entry is not a stack of ``frame_stack`` images, or the
-            next stack is not the step's stack shifted by one frame.
+        ValueError: a number is not positive. A write raises this error if an entry is not a stack of ``frame_stack``
+            images, or the next stack is not the step's stack shifted by one frame.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -131,12 +133,12 @@ class FrameStorage(RingStorage):
             self.leaf(path).fill_(-1)
 
     def take_ownership(self, tree: Tree) -> None:
-        """Use these leaves (``[max_size, ...]``) as the cells; they hold frame numbers instead of stacks."""
+        """Use leaves ``[max_size, ...]`` as the cells; the leaves hold frame numbers instead of stacks."""
         super().take_ownership(tree)
         self.cells = FrameCells(tree, self._schema, self.frames)
 
     def leaf(self, path: Path) -> Tensor:
-        """Return the stored leaf of a path; for a stack, its frame numbers, ``[max_size, K]``."""
+        """Return the stored leaf of a path; for a stack, return its frame numbers ``[max_size, K]``."""
         assert self.cells is not None
         return self.cells.leaves[self.cells.leaf_index[path]]
 
@@ -145,7 +147,7 @@ class FrameStorage(RingStorage):
         raise TypeError("Only its RingWriter can write to a FrameStorage. Use extend of the buffer.")
 
     def clear(self) -> None:
-        """Delete the stored data; called by ``ReplayBuffer.empty``."""
+        """Delete the stored data; ``ReplayBuffer.empty`` calls this method."""
         super().clear()
         for path, frames in self.frames.items():
             frames.clear()

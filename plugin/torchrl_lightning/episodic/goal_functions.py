@@ -18,7 +18,7 @@ GOAL_DISTANCE = 0.05
 Goals = Any
 """A tensor, or a TensorDict of nested goals; the step dimensions come first."""
 Lookup = Callable[[str], Tensor | None]
-"""A function of a name: the entry ``[n, ...]`` of the observations after the steps, or None."""
+"""A function from a name to the entry ``[n, ...]`` of the observations after the steps, or None."""
 _NUM_PROBED = 16  # number of steps to test if a function is vectorised
 
 
@@ -33,7 +33,7 @@ class _UnreadableGoal:
 
 
 class EnvironmentFunction:
-    """Call a goal environment's function on a whole batch if it is vectorised, as most are, else step by step.
+    """Call a goal environment's function on a whole batch or, if the function is not vectorised, on each step.
 
     Args:
         function: an environment's ``compute_reward`` or ``compute_terminated``.
@@ -172,7 +172,7 @@ def default_reward_error(*specs: tuple[torch.Size, torch.dtype] | None) -> str |
     """Return an error message if the default reward cannot compare the goals, else None.
 
     Args:
-        specs: shape without step dimensions and dtype of achieved and desired goals; None for nested goals.
+        specs: shape and dtype of the achieved and of the desired goals, without step dimensions; None for nested goals.
     """
     for spec in specs:
         if spec is None:

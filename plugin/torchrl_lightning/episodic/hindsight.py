@@ -43,63 +43,65 @@ from torchrl_lightning.replay.episode_transform import EpisodeTransform
 logger = logging.getLogger(__name__)
 STRATEGIES = "future", "episode", "final"
 UNCHANGED = 1000
-"""Number of rows with a new goal but no changed reward that triggers a warning."""
+"""Warn after this number of rows got a new goal and every reward stayed the same."""
 ROUNDING = 1e-5
 """Tolerance for equal rewards, as a fraction of the largest reward."""
 Function = EnvironmentFunction | UserFunction | DefaultReward
 _Functions = tuple[Function, Function | None, dict[str, float]]
-"""Functions for rewards and termination flags, and the default of each stored return by its key."""
+"""Function for rewards, function for termination flags or None, and default value of each stored return by key."""
 
 
 class HindsightRelabel(EpisodeTransform):
     """Replace goals of sampled steps by goals that were achieved in their episodes (Andrychowicz et al. 2017).
 
-    Use it as ``transform=`` of an :class:`ExperienceBuffer`; its writer must track episodes. The transform changes
+    Use it as ``transform=`` of an :class:`ExperienceBuffer` with a writer that tracks episodes. The transform changes
     sampled batches only and draws from the buffer's generator. It replaces the goal of some samples by the goal that
     was achieved after a step of the same episode, and recomputes the reward. The ``strategy`` selects this step among
-    the stored ones of the episode. Samples are single steps ``[B]`` or windows ``[B, T]``. A window gets one goal, with
-    *future* achieved after its last step or later. A window over two episodes keeps its goals.
+    the stored steps of the episode. Samples are single steps ``[B]`` or windows ``[B, T]``. All steps of a window get
+    the same goal. The strategy *future* then selects the last step of the window or a later step. A window over two
+    episodes keeps its goals.
 
-    If the buffer has ``n_steps``, the transform recomputes all rewards of a return for the new goal from the stored
-    single steps. The return then ends at the step that ``compute_terminated`` marks. In a chain of transforms, this one
-    must be the first.
+    If the buffer has ``n_steps``, the transform reads the stored single steps of each return and recomputes their
+    rewards. The return then ends at the step that ``compute_terminated`` marks. In a chain of transforms, this
+    transform must be the first.
 
     The achieved goal is read under ``"next"``. Stored steps without this entry are time steps as in dm_env: their
     reward belongs to the previous step, and the achieved goal is read at the root.
 
-    Rewards come from the environment's ``compute_reward``, including wrappers. A DataModule passes it by
-    :meth:`use_environment`; without one, pass ``compute_reward=env.unwrapped.compute_reward``. In batches 1, 2, 4, 8
-    and so on, the transform checks that the function reproduces the stored rewards. It warns once if 1,000 rows got
-    another goal and no reward has changed. Relabelled steps have no known return: a stored return
+    Rewards come from ``compute_reward`` of the environment or its wrappers. A DataModule passes this function with
+    :meth:`use_environment`. Without a DataModule, pass ``compute_reward=env.unwrapped.compute_reward``. In batches 1,
+    2, 4, 8 and so on, the transform checks that the function reproduces the stored rewards. It warns once if 1,000 rows
+    got another goal and no reward has changed. The returns of relabelled steps are unknown, so a stored return
     (:class:`EpisodicReturn`) becomes ``default_return``.
 
     Args:
         her_proportion: probability of relabelling a sample.
-        strategy: selects the step of the new goal: ``"future"``, a uniformly drawn step from the sample's own to the
-            last of its episode; ``"episode"``, a uniformly drawn step of the episode; ``"final"``, the last step.
-        skip_reached: keep a sample's own goal if the new goal was already reached before the step: the reward before
-            the step is at least the reward at the goal itself. An untouched block is always at its achieved goal, and
-            these samples would teach the policy not to touch it (Manela and Biess 2019).
+        strategy: selects the step of the new goal. ``"future"`` draws uniformly from the sample's step to the last step
+            of the episode, ``"episode"`` draws uniformly from the whole episode, and ``"final"`` takes the last step.
+        skip_reached: keep the original goal of a sample if its new goal was already reached before the step. A goal is
+            reached if the reward is at least the reward at the goal. For example, a block that is never touched is
+            always at its achieved goal. Such samples would teach the policy not to touch the block (Manela and Biess
+            2019).
         achieved_goal_key: key of the achieved goal.
         desired_goal_key: key of the desired goal, also replaced under ``"next"``.
         reward_key: key of the reward; the default becomes ``"reward"`` for time steps.
-        goal: converts achieved entries ``[n, ...]`` to goals, for example if they are complete observations.
+        goal: converts achieved entries ``[n, ...]`` to goals, for example if the entries are complete observations.
         compute_reward: called as ``compute_reward(achieved, desired, info)`` with goals ``[n, ...]`` or
             ``[n, T, ...]``. A method of an environment gets arrays, or single steps if it is not vectorised. ``info``
-            has the entries of the observation after the step. None uses the environment's method, or without one a
-            default: 0 within a distance of 0.05, else -1. The default compares floating-point vectors and single
-            numbers; other goals, such as images, integers and nested entries, need a function.
-        compute_terminated: the same for ``("next", "terminated")``; also updates ``("next", "done")`` (for time steps,
-            ``discount`` and ``step_type``). None uses the environment's method if it depends on goals. Otherwise the
-            stored flags remain: correct if reaching the goal does not end an episode. If it does, pass a function,
-            or else targets bootstrap from a state after the goal.
+            has the entries of the observation after the step. None uses the environment's method. Without this method,
+            the reward is 0 within a distance of 0.05 and -1 otherwise. This default supports floating-point vectors
+            and single numbers. Other goals, such as images, integers and nested entries, need a function.
+        compute_terminated: a function with the same arguments for ``("next", "terminated")``. The transform also
+            updates ``("next", "done")``. In time steps, it updates ``discount`` and ``step_type`` instead. None uses
+            the environment's method if the method depends on goals. Otherwise, the stored flags remain. If episodes end
+            at the goal, pass a function: with the stored flags, targets would bootstrap from a state after the goal.
 
     Raises:
-        ValueError: ``her_proportion`` is not a probability, or the strategy is unknown; when sampling: the transform
-            has no buffer, the writer does not track episodes, the single steps of n-step returns are not stored, a
-            function returns a wrong number of values or does not reproduce the stored ones, or the default reward
-            cannot compare the goals.
-        KeyError: when sampling: an entry is missing.
+        ValueError: ``her_proportion`` is not a probability, or the strategy is unknown. Sampling raises this error if
+            the transform lacks a buffer, the writer does not track episodes, the single steps of n-step returns are not
+            stored, a function returns a wrong number of values or does not reproduce the stored values, or the default
+            reward cannot compare the goals.
+        KeyError: a sampled batch or a stored step lacks an entry.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -142,8 +144,9 @@ class HindsightRelabel(EpisodeTransform):
         self._user_functions = {name: _to_copyable(function) for name, function in functions.items()}
         self._environment: EnvironmentGoals | None = None
         self._functions: _Functions | None = None  # set on first use
-        self._unchanged: list[int] = [0]  # rows with a new goal but the same reward; empty after the decision
-        self._batches = [0, 1]  # count and next batch to check; a list, because setting a module's attribute is slow
+        self._unchanged: list[int] = [0]  # number of rows with a new goal and the same reward; [] after the check
+        # Number of batches, and the next batch to check; a list, because setting a module's attribute is slow.
+        self._batches = [0, 1]
 
     def incompatibility(self, specs: Any, learner: Any = None) -> str | None:
         """Return an error message if goals of an environment with these specs cannot be relabelled, else None."""
@@ -166,7 +169,11 @@ class HindsightRelabel(EpisodeTransform):
         self._environment, self._functions = goals, None
 
     def draw(self, count: int) -> Tensor:
-        """Draw uniform numbers from [0, 1): one per sample, then, except for ``"final"``, one per relabelled sample."""
+        """Return ``count`` uniform random numbers in [0, 1).
+
+        The transform calls this method for all samples, and then for the relabelled samples, unless the strategy is
+        ``"final"``.
+        """
         rng = self.storage.generator
         return torch.rand(count, dtype=torch.float64, generator=rng, device="cpu" if rng is None else rng.device).cpu()
 
@@ -202,7 +209,7 @@ class HindsightRelabel(EpisodeTransform):
         return tensordict
 
     def _already_reached(self, batch: TensorDictBase, rows: Tensor, cells: Tensor) -> Tensor:
-        """Return a mask of the samples with a new goal that was already reached before the step, ``[n]``."""
+        """Return a mask ``[n]`` of the samples that had already reached their new goal before the step."""
         key, *_ = self._read_layout(batch)
         goals = self._to_goals(_stored_goals(self.storage.leaves(key), key, cells))
 
@@ -289,7 +296,7 @@ class HindsightRelabel(EpisodeTransform):
             (_end_time_steps if time_steps else _end_transitions)(batch, rows, terminations)
 
     def _count_unchanged(self, batch: TensorDictBase, rows: Tensor, goals: Goals, rewards: Tensor, key: Any) -> None:
-        """Count rows with a new goal; warn once if many have one and no reward has changed.
+        """Count rows with a new goal; warn once if many goals but no rewards have changed.
 
         Args:
             batch: the relabelled batch.
@@ -391,7 +398,7 @@ class HindsightRelabel(EpisodeTransform):
 
 
 def _to_copyable(function: GoalFunction | None) -> Any:
-    """Return an environment's method as a copyable pair (its EnvironmentGoals, name), other functions unchanged."""
+    """Return an environment's method as a copyable pair (EnvironmentGoals, name); return other functions unchanged."""
     goals = None if function is None else EnvironmentGoals.of(function)
     return function if function is None or goals is None else (goals, function.__name__)
 

@@ -1,4 +1,4 @@
-"""Sample windows evenly over environments, a fraction of them from the newest steps."""
+"""Sample windows evenly across environments, with a fraction of the windows from the newest steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torchrl_lightning.replay.sequences import SequenceSampler
 def check_sampling(
     sampler: Sampler | None, prioritized: bool, initial_priority: float, steps: int, ratio: float, replacement: bool
 ) -> None:
-    """Validate arguments that describe how a buffer draws; raise ValueError if one of them has no effect.
+    """Validate the sampling arguments of a buffer; raise ValueError if an argument has no effect.
 
     Args:
         sampler: The sampler that replaces the arguments below.
@@ -51,31 +51,31 @@ def check_sampling(
 
 
 class RecentSampler(SequenceSampler):
-    """Draw windows of ``batch_length`` steps evenly over environments, a fraction of them from the newest steps.
+    """Draw windows of ``batch_length`` steps evenly across environments, and a fraction of them from the newest steps.
 
-    Each environment with at least one complete window contributes the same number of windows, however many steps it
-    holds. If the batch does not divide evenly, randomly chosen environments contribute one more. All start positions
-    of an environment are equally likely. Windows may continue in the next episode, as with
+    Each environment with at least one complete window contributes the same number of windows, regardless of its number
+    of steps. If the batch does not divide evenly, randomly chosen environments contribute one more window. All start
+    positions of an environment are equally likely. Windows may continue in the next episode, as with
     ``SequenceSampler(episode_ends="across")``. Batches are ``[B, T]`` with the entries of a :class:`SequenceSampler`.
 
     The first ``ceil(B * recent_data_ratio)`` windows of a batch start at one of the last ``recent_data_steps`` start
     positions of an environment. This applies only if the environments have more than
-    ``recent_data_steps / recent_data_ratio`` start positions on average: in smaller buffers, even sampling draws at
-    least this fraction anyway.
+    ``recent_data_steps / recent_data_ratio`` start positions on average. In smaller buffers, even sampling draws at
+    least this fraction from the newest steps.
 
-    With ``prioritized``, that sampler draws the other windows, and batches have its entries instead. Recent windows
-    are not drawn by priority: their ``priority_weight`` and ``importance_weights`` are 1.
+    If ``prioritized`` is given, that sampler draws the other windows and defines the entries of a batch. Recent windows
+    are not drawn by priority, so their ``priority_weight`` and ``importance_weights`` are 1.
 
     Args:
         batch_length: steps per window.
         recent_data_steps: number of newest start positions per environment that count as recent.
         recent_data_ratio: fraction of recent windows in a batch; 0 draws all windows evenly.
-        with_replacement: draw start positions independently. Otherwise, divide the start positions of an environment
-            into equal intervals, one per draw, and draw one position from each; a position repeats only at the border
-            of two intervals.
+        with_replacement: draw start positions independently. If False, divide the start positions of an environment
+            into one interval per draw, and draw one position from each interval. The intervals are equal, so a position
+            repeats only at the border of two intervals.
         num_earliest_frames_ignored: number of oldest stored steps per environment at which no window starts.
-        prioritized: sampler of the other windows. Build it with any ``batch_length``, which this sampler's replaces,
-            and with the same ``num_earliest_frames_ignored``. A callable, such as the class or a partial, gets both.
+        prioritized: sampler of the other windows. It must have the same ``num_earliest_frames_ignored``; this sampler
+            sets its ``batch_length``. A callable, such as the class or a partial, gets both arguments.
         generator: random generator; the buffer's generator replaces it.
 
     Raises:
@@ -167,8 +167,8 @@ class RecentSampler(SequenceSampler):
             Cells ``[B, T]``, and the info of a :class:`SequenceSampler` or :class:`PrioritizedSampler`.
 
         Raises:
-            MissingStepsError: a ValueError, RuntimeError and AssertionError: the storage is empty, no environment holds
-                a complete window, or all priorities are zero.
+            MissingStepsError: the storage is empty, no environment holds a complete window, or all priorities are zero.
+                This error is also a ValueError, a RuntimeError and an AssertionError.
             ValueError: the storage has no :class:`RingWriter`.
         """
         if batch_length == "own":
@@ -188,11 +188,11 @@ class RecentSampler(SequenceSampler):
         return torch.cat([newest, index]), {key: torch.cat([recent_info.get(key, ones), info[key]]) for key in info}
 
     def draw(self, count: int) -> NDArray[np.float64]:
-        """Draw numbers in [0, 1), ``[count]``, the only source of randomness; override it to control the sampling.
+        """Return ``count`` random numbers in [0, 1); override this method to control the sampling.
 
-        The sampler calls it for the even windows, then for the recent ones. Each time, it first draws one number per
-        environment if the windows do not divide evenly (the environments with the smallest numbers contribute one
-        more), then one number per window.
+        This method is the only source of randomness. The sampler draws the even windows first, and then the recent
+        windows. Each time, if the windows do not divide evenly, the first call draws one number per environment. The
+        environments with the smallest numbers contribute one more window. The next call draws one number per window.
         """
         return uniform(count, self.generator)
 
@@ -210,7 +210,7 @@ class RecentSampler(SequenceSampler):
         return -(-count * numerator // denominator) if has_enough else 0
 
     def _draw_evenly(self, writer: RingWriter, newest: int, cells: Ints, mask: NDArray[np.bool_]) -> None:
-        """Fill ``cells`` ``[n, T]`` with windows that start at one of the ``newest`` last start positions."""
+        """Fill ``cells`` ``[n, T]`` with windows from the last ``newest`` start positions of each environment."""
         count, steps_after_first = cells.shape[0], cells.shape[1] - 1
         if not count:
             return
@@ -252,12 +252,12 @@ class RecentSampler(SequenceSampler):
             self.prioritized.update_priority(index, priority, storage=storage, generation=generation)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
-        """Set the priority of new data for newly written cells; called by the storage."""
+        """Set the priority of newly written cells; the storage calls this method."""
         if self.prioritized is not None:
             self.prioritized.mark_update(index, storage=storage)
 
     def clear(self) -> None:
-        """Reset the sampler's state of the storage; called by ``ReplayBuffer.empty``."""
+        """Reset the sampler after the storage was emptied; ``ReplayBuffer.empty`` calls this method."""
         super().clear()
         if self.prioritized is not None:
             self.prioritized.clear()

@@ -21,20 +21,20 @@ from torchrl_lightning.replay.episode_transform import EpisodeTransform
 class FrameStackTransform(EpisodeTransform):
     """Stack the last frames of sampled steps, like a recipe's ``frame_stack`` during collection.
 
-    Use it as ``transform=`` of an :class:`ExperienceBuffer`; its writer must track episodes. The buffer stores single
-    frames. ``[H, W]`` becomes ``[K, H, W]``, ``[C, H, W]`` becomes ``[K * C, H, W]``, and ``[H, W, C]`` becomes
-    ``[H, W, K * C]``. Each step, also in a window, is stacked within its own episode. The first frame of the episode is
-    repeated to fill the stack, or the oldest stored frame if the first one is overwritten. Frames under ``"next"``
-    follow the frames of their step.
+    Use it as ``transform=`` of an :class:`ExperienceBuffer` with a writer that tracks episodes. The buffer stores
+    single frames. ``[H, W]`` becomes ``[K, H, W]``, ``[C, H, W]`` becomes ``[K * C, H, W]``, and ``[H, W, C]`` becomes
+    ``[H, W, K * C]``. A stack has frames of one episode only, also in windows. At the start of an episode, the first
+    frame is repeated to fill the stack. If the first frame is overwritten, the oldest stored frame is repeated. Frames
+    under ``"next"`` follow the frames of their step.
 
     Args:
         frame_stack: frames per stack, ``K``.
         keys: keys of the frame entries.
 
     Raises:
-        ValueError: ``frame_stack`` is not positive; when sampling: the transform has no buffer, the writer does not
-            track episodes, or an entry does not hold images.
-        KeyError: when sampling: an entry is missing.
+        ValueError: ``frame_stack`` is not positive. Sampling raises this error if the transform lacks a buffer, the
+            writer does not track episodes, or an entry does not hold images.
+        KeyError: a sampled batch lacks an entry.
 
     Examples:
         >>> from tensordict import TensorDict

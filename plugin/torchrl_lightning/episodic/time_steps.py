@@ -1,4 +1,4 @@
-"""Map the rows of an episodic buffer, our transitions or ALF's time steps, to rewards, flags and observations.
+"""Read rewards, flags and observations from the rows of an episodic buffer: our transitions or ALF's time steps.
 
 ==========================  =======================================  =========================================
 item                        a row is a transition (our keys)         a row is a time step (ALF's layout)
@@ -7,8 +7,8 @@ an episode begins           ``is_init``                              ``step_type
 an episode ends             ``("next", "done")``                     ``step_type`` is LAST
 a termination               ``("next", "terminated")``               ``discount`` is zero
 reward of the action of t   ``("next", "reward")`` of row t          ``reward`` of row t + 1
-its next observation        ``("next", "observation")`` of row t     ``observation`` of row t + 1
-rows of n actions           n                                        n + 1: the LAST one has no action
+observation after action t  ``("next", "observation")`` of row t     ``observation`` of row t + 1
+rows of n actions           n                                        n + 1: the LAST row has no action
 ==========================  =======================================  =========================================
 
 So a time step holds the reward of the transition *into* it, and a window of two time steps is one transition. An
@@ -39,7 +39,7 @@ class StepLayout(ConfigSafe):
         reward: key of the reward.
         done: key of the flag for the end of an episode; ``step_type`` for time steps.
         init: key of the flag for the beginning of an episode; ``step_type`` for time steps.
-        terminated: key of the termination flag; for time steps, of the ``discount``, zero at a termination.
+        terminated: key of the termination flag; ``discount`` for time steps, which is zero at a termination.
         time_steps: True if a row is a time step and holds the reward of the transition into it.
     """
 

@@ -1,4 +1,4 @@
-"""Input checks of all estimators, and their error messages."""
+"""Validate the inputs of all estimators."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MISSING_FLAG = {
 def kernel_inputs(
     caller: str, names: tuple[str, ...], floats: tuple[Tensor, ...], flags: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, ...] | None:
-    """Check the inputs and return them for the compiled kernels, flags last; return None if torch must compute.
+    """Validate the inputs and return them for the compiled kernels, flags last; return None if torch must be used.
 
-    All inputs must have one shape and device. The ``floats`` with these ``names`` must have one floating dtype. The
-    ``flags`` are ``terminated`` and ``done``, and must be bool.
+    All inputs must have the same shape and device. The tensors ``floats`` must have the same floating-point dtype;
+    ``names`` are their names in error messages. The ``flags`` are ``terminated`` and ``done``, and must be bool.
     """
     if is_kernel_ready(floats, flags):
         return floats + flags
@@ -58,10 +58,10 @@ def _check_inputs(caller: str, floats: dict[str, Tensor], flags: dict[str, Tenso
 
 
 def raise_not_finite(caller: str, **tensors: Tensor) -> None:
-    """Raise ValueError with the index of the first NaN or infinity in the inputs; return if all are finite.
+    """Raise ValueError with the index of the first NaN or infinity in the inputs; do nothing if all are finite.
 
-    The recurrences multiply and never select, so a bad element reaches the first row of the result. Estimators check
-    only this row, which is cheap, and call this function if the row is not finite.
+    The recurrences multiply and never select, so a NaN or infinity reaches the first row of the result. Estimators only
+    check this row, which is cheap, and call this function if the row is not finite.
     """
     if "log_pi" in tensors:
         tensors["log_pi - log_mu"] = tensors["log_pi"] - tensors["log_mu"]

@@ -24,14 +24,14 @@ def gae(
         \delta_t &= r_t + \gamma (1 - \mathrm{terminated}_t) V(s'_t) - V(s_t) \\
         A_t &= \delta_t + \gamma \lambda (1 - \mathrm{done}_t) A_{t+1}, \qquad A_T = 0
 
-    and the target of the critic is :math:`A_t + V(s_t)`. Schulman et al., "High-Dimensional Continuous Control Using
+    The target of the critic is :math:`A_t + V(s_t)`. Schulman et al., "High-Dimensional Continuous Control Using
     Generalized Advantage Estimation", https://arxiv.org/abs/1506.02438.
 
     Args:
         reward: ``[T, ...]``, time first, any trailing shape.
         value: ``[T, ...]``, the value of each step.
-        next_value: ``[T, ...]``, the value of each step's true successor, also for truncated episodes; not the value of
-            the observation after a reset.
+        next_value: ``[T, ...]``, the value of each step's true successor, also for truncated episodes. Do not pass the
+            value of the observation after a reset.
         terminated: ``[T, ...]`` bool, the episode reached a terminal state; cuts the bootstrap.
         done: ``[T, ...]`` bool, terminated or truncated; cuts the trace. A terminated step counts as done.
         gamma: discount in [0, 1].
@@ -43,7 +43,7 @@ def gae(
     Raises:
         ValueError: a flag is missing, shapes or devices differ, ``gamma`` or ``lmbda`` is outside [0, 1], or an input
             is not finite.
-        TypeError: dtypes differ, flags are not bool or rewards not floating point.
+        TypeError: dtypes differ, flags are not bool, or rewards are not floating point.
 
     >>> import torch
     >>> never = torch.zeros(2, dtype=torch.bool)

@@ -17,7 +17,7 @@ DIRECTIONS = ("forward", "backward")
 
 
 def _check_sums(value: Any, name: str) -> Tensor | None:
-    """Validate the sums of a filter, of any shape, or None."""
+    """Validate the sums of a filter: a tensor of any shape, or None."""
     if value is None:
         return None
     shape, largest = value.shape if isinstance(value, Tensor) else (), sys.float_info.max
@@ -33,10 +33,10 @@ class IntrinsicRewardNormalizer(Stateful):
 
     The mean is not subtracted. The variance covers all rollouts so far, including the current one.
 
-    ``"forward"`` (Burda et al., "Exploration by Random Network Distillation", https://arxiv.org/abs/1810.12894, and its
-    code) uses the population variance. The filter continues across episode ends and rollouts, but not across cut
-    trajectories. ``"backward"`` uses the reward-to-go :math:`x_t = \gamma x_{t+1} + r_t` and the unbiased variance, and
-    restarts in each rollout.
+    ``"forward"`` follows Burda et al., "Exploration by Random Network Distillation", https://arxiv.org/abs/1810.12894,
+    and the code of that paper. It uses the population variance. The filter continues across episode ends and rollouts,
+    but not across cut trajectories. ``"backward"`` uses the reward-to-go :math:`x_t = \gamma x_{t+1} + r_t` and the
+    unbiased variance, and restarts in each rollout.
 
     Args:
         gamma: discount of the filter in [0, 1].
@@ -68,7 +68,7 @@ class IntrinsicRewardNormalizer(Stateful):
         self.direction = direction
         self.gamma = gamma
         self._filter: Tensor | None = None  # the sum after the last step, one entry for each environment
-        self._last: dict[int, tuple[int, bool]] = {}  # environment -> trajectory id and done flag of its last step
+        self._last: dict[int, tuple[int, bool]] = {}  # trajectory id and done flag of each last step, by environment
         self._mean, self._variance, self._count = 0.0, 1.0, 1e-4
 
     def discounted_by(self, gamma: float) -> Self:
@@ -99,7 +99,7 @@ class IntrinsicRewardNormalizer(Stateful):
             env_ids: distinct environment ids of the columns, ``[N]``; -1 means unknown and restarts the filter. None
                 means the same ``N`` environments in each rollout.
             traj_ids: trajectory ids, ``[T, N]``. The filter restarts at a change of the id if the previous step is not
-                ``done``, also between rollouts. With None it never restarts.
+                ``done``, also between rollouts. With None, the filter never restarts.
             done: end-of-episode flags, ``[T, N, ...]``; None means False for all steps.
 
         Returns:
@@ -144,7 +144,7 @@ class IntrinsicRewardNormalizer(Stateful):
     def _cuts(
         self, reward: Tensor, env_ids: Tensor | None, traj_ids: Tensor, done: Tensor | None
     ) -> tuple[Tensor, dict[int, tuple[int, bool]]]:
-        """Return the mask ``[T, N]`` of trajectory cuts, and the last (id, ended) of each environment."""
+        """Return the mask ``[T, N]`` of trajectory cuts, and each environment's last trajectory id and done flag."""
         steps, envs = shape = tuple(reward.shape[:2])
         for name, value in (("traj_ids", traj_ids), ("done", done)):
             if value is not None and tuple(value.shape[:2]) != shape:
@@ -165,7 +165,7 @@ class IntrinsicRewardNormalizer(Stateful):
         return cuts, {**self._last, **{env_id: last for env_id, last in zip(env, end, strict=True) if env_id >= 0}}
 
     def _discount(self, reward: Tensor, cuts: Tensor | None) -> float | Tensor:
-        """Return the discount between each step and the previous (backward: next) step; 0 across cuts."""
+        """Return the discount from the previous step to each step, or backward from the next step; 0 across cuts."""
         if cuts is None or not bool(cuts.any()):
             return self.gamma
         if self.direction == "backward":

@@ -37,7 +37,7 @@ def discounted_returns(reward: Tensor, next_value: Tensor, terminated: Tensor, d
 
     Raises:
         ValueError: a flag is missing, shapes or devices differ, ``gamma`` is outside [0, 1], or an input is not finite.
-        TypeError: dtypes differ, flags are not bool or rewards not floating point.
+        TypeError: dtypes differ, flags are not bool, or rewards are not floating point.
 
     >>> import torch
     >>> terminated = torch.tensor([False, True, False])
@@ -75,7 +75,7 @@ def discount_cumsum(x: Any, discount: Any) -> Any:
         discount: a number, or a tensor (array) that broadcasts to ``x``.
 
     Returns:
-        A tensor (for an array, an array) in the shape and dtype of ``x``; float64 for integers.
+        A tensor, or an array if ``x`` is an array, in the shape and dtype of ``x``; float64 for integers.
 
     Raises:
         TypeError: ``x`` is neither a floating-point tensor nor an array of numbers.

@@ -54,10 +54,10 @@ def vtrace(
         done: ``[T, ...]`` bool, terminated or truncated; cuts the trace. A terminated step counts as done.
         gamma: discount in [0, 1].
         lmbda: mixing factor of the trace in [0, 1].
-        rho_clip: upper limit of the importance weight in the temporal-difference error; it determines which policy's
-            value is learned. ``float("inf")`` clips nothing.
-        c_clip: upper limit of the weight in the trace; it only affects the speed of learning, and should not exceed
-            ``rho_clip``.
+        rho_clip: upper limit of the importance weight in the temporal-difference error. The limit determines the policy
+            that the learned values belong to. ``float("inf")`` disables clipping.
+        c_clip: upper limit of the weight in the trace. The limit only affects the speed of learning, and should not
+            exceed ``rho_clip``.
         pg_rho_clip: upper limit of the weight in the advantage; ``None`` uses ``rho_clip``.
 
     Returns:
@@ -65,7 +65,7 @@ def vtrace(
 
     Raises:
         ValueError: a flag is missing, shapes or devices differ, a factor is out of range, or an input is not finite.
-        TypeError: dtypes differ, flags are not bool or rewards not floating point.
+        TypeError: dtypes differ, flags are not bool, or rewards are not floating point.
 
     >>> import torch
     >>> never, zeros = torch.zeros(2, dtype=torch.bool), torch.zeros(2)
@@ -130,7 +130,7 @@ def _vtrace_rows(
         stop, cut = bools_at(terminated, low, high), bools_at(done, low, high)
         a, y = floats_at(advantage, low, high, like), floats_at(target, low, high, like)
         for i in range(high - low):
-            # A NaN fails this comparison and remains; the products with zero also propagate it.
+            # A NaN weight fails this comparison and remains NaN; products with zero also propagate NaN.
             weight = rho_clip if rho[i] > rho_clip else rho[i]
             y[i] = weight * (r[i] + (zero if stop[i] else g) * w[i] - v[i])
         for i in range(high - low):

@@ -1,6 +1,6 @@
-"""Summarise the contents of a buffer, find likely mistakes, and print or draw the result.
+"""Summarise the contents of a buffer, find likely mistakes, and print or plot the result.
 
-Nothing here changes a buffer, and large buffers are read in pieces.
+This package never changes a buffer, and reads large buffers in pieces.
 """
 
 from __future__ import annotations

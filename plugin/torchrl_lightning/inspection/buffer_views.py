@@ -20,7 +20,7 @@ from torchrl_lightning._core.tree import Path, leaves_of
 from torchrl_lightning._core.untrusted import MESSAGE_LIMIT, printable
 from torchrl_lightning.inspection.leaves import ConcatRows, Ints, Leaf, check_leaf, frame_rows, rows_of, shape_of
 
-CHUNK_BYTES = 1 << 22  # bytes of an entry to read at a time
+CHUNK_BYTES = 1 << 22  # maximum number of bytes per read of an entry
 DEPTH = 16
 
 
@@ -29,7 +29,7 @@ class EpisodeIndex:
     """The episode index of a buffer.
 
     Attributes:
-        column: A position for each filled cell. It is at least the step's own position if the step begins an episode.
+        column: For each filled cell, a position. If the step begins an episode, it is at least the step's position.
         done: Whether a flag ends the episode at each filled cell.
         is_open: Whether the newest episode of each environment continues, ``[N]``.
     """
@@ -46,10 +46,10 @@ class BufferView:
     Attributes:
         name: The name of the buffer or its source.
         kind: ``"replay buffer"``, ``"rollout"``, ``"storage"`` or ``"demonstrations"``.
-        leaves: The entries, ``[count, ...]`` each: the filled cells in ascending order.
+        leaves: The entries, each ``[count, ...]``, with the filled cells in ascending order.
         count: Number of filled cells.
         capacity: Number of cells; for demonstrations, the maximum number of demonstrations.
-        length: Cells of each environment's ring: cell ``p % length * N + e`` stores step ``p`` of environment ``e``.
+        length: Number of cells per ring; cell ``p % length * N + e`` stores step ``p`` of environment ``e``.
         first: The position of the oldest inspected step, ``[N]``.
         stop: The position after the newest step, ``[N]``.
         cells: The indices of the filled cells; None if the first ``count`` cells are filled.
@@ -80,7 +80,7 @@ class BufferView:
         return int((self.stop - self.first).sum())
 
     def find(self, *names: str, below: str | None = None) -> Path | None:
-        """Return the key of an entry with one of the names as its last part, or None; prefer keys below ``next``."""
+        """Return the key of an entry that ends with one of the names, or None; prefer keys below ``next``."""
         paths = [path for path in self.leaves if path[-1] in names and (below is None or path[0] == below)]
         return min(paths, key=lambda path: (path[0] != "next", len(path)), default=None)
 
@@ -237,7 +237,7 @@ def _check_leaves(tree: Any, count: int | None) -> dict[Path, Any]:
             raise UserError(f"{name} must have {count:,} rows, one for each filled cell, got {len(leaf):,}")
         if not all(isinstance(part, str) for part in path):
             raise UserError(f"the key {name} must consist of strings")
-    # Each claimed cell costs time, even an empty one.
+    # Each cell costs time, even a cell without numbers.
     if count and sum(math.prod(shape_of(leaf)) for leaf in leaves.values()) < count:
         raise UserError(f"its entries have no numbers for {count:,} cells")
     return {path: leaf.detach() if isinstance(leaf, Tensor) else leaf for path, leaf in leaves.items()}
@@ -335,7 +335,7 @@ def _flattened(leaf: Any) -> Any:
 
 
 def demonstrations(states: Sequence[Mapping[str, Any]], name: str, capacity: int | None = None) -> BufferView:
-    """Return demonstrations as one buffer, concatenated.
+    """Concatenate demonstrations and return them as one buffer.
 
     Each state has ``steps``, ``terminated`` and ``truncated``. A demonstration with ``terminated`` None counts as
     terminated.

@@ -9,7 +9,7 @@ import numpy as np
 from torchrl_lightning.inspection.episode_gallery import CUT, RUNNING, TERMINATED
 from torchrl_lightning.inspection.summary import ACTIONS, MAX_COLUMNS, Summary
 
-SATURATED_SHARE = 0.5  # report an action with more than this share of values at its bounds
+SATURATED_SHARE = 0.5  # report an action if a larger share of its values is at a bound
 OFTEN_CONSTANT = {
     "collector",
     "demo",
@@ -22,7 +22,7 @@ OFTEN_CONSTANT = {
     "terminated",
     "truncated",
 }
-MIN_STEPS = 100  # fewer steps are too few to report that an event never happens
+MIN_STEPS = 100  # minimum number of steps to report that an event never happens
 
 
 def findings(summary: Summary) -> list[str]:

@@ -45,7 +45,7 @@ class Episodes:
 
 
 def episodes_in(view: BufferView) -> Episodes | None:
-    """Return the episodes of a buffer by its index or its done flags, or None without both.
+    """Find the episodes of a buffer from its index or its done flags; return None if it has neither.
 
     Args:
         view: The buffer.
@@ -65,7 +65,7 @@ def episodes_in(view: BufferView) -> Episodes | None:
         order = np.argsort(env.astype(np.min_scalar_type(view.num_envs)), kind="stable")
         rows, env, age = rows[order], env[order], age[order]
         flagged = numbers_of(flags, rows) != 0
-        # The last step of an episode, or of its part in these rows.
+        # True at the last step of each episode, or at its last step in these rows.
         is_last = np.r_[(np.diff(env) != 0) | (np.diff(age) != -1), True]
         if index is None:
             begins = flagged  # not used without an index
@@ -80,7 +80,7 @@ def episodes_in(view: BufferView) -> Episodes | None:
         chunks.append(
             [env[last], age[last], last - first + 1, episode_return, flagged[last], begins[first], *end_flags]
         )
-    # Join the parts of an episode from several pieces.
+    # Join the parts of an episode that extends over several pieces.
     columns = [np.concatenate(column) for column in zip(*chunks, strict=True)]
     order = np.lexsort((-columns[1], columns[0]))
     env, age, length, episode_return, flagged, begins, terminated, truncated = (column[order] for column in columns)
@@ -93,7 +93,7 @@ def episodes_in(view: BufferView) -> Episodes | None:
     begin = position - length + 1
     conditions = {RUNNING: ~ended, CUT: ~flagged[last], TERMINATED: terminated[last], TRUNCATED: truncated[last]}
     end_kind = np.select([*conditions.values()], [*conditions], DONE)
-    # The first written step begins an episode, but a rollout continues the previous one.
+    # The first written step begins an episode, but a rollout continues an episode of the previous rollout.
     is_complete = ended & ((begin > view.first[env]) | ((begin == 0) & (view.kind != "rollout")))
     order = np.lexsort((~ended, position))
     ordered: list[Any] = [

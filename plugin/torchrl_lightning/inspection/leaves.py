@@ -1,4 +1,4 @@
-"""Read slices of an entry of a state, from a tensor or an object that replaces one."""
+"""Read slices of an entry in a state. The entry is a tensor, or an object that replaces a tensor."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def rows_of(leaf: Leaf, ascending: Ints) -> Tensor:
 
 
 def numbers_of(leaf: Leaf, rows: Ints) -> NDArray[Any]:
-    """Return the first number of each of the given rows, in any order; return zeros for empty rows."""
+    """Return the first number of each selected row, or 0 for empty rows; the indices may have any order."""
     if not leaf[:1].numel():
         return np.zeros(len(rows))
     begin = int(rows.min())
@@ -100,7 +100,7 @@ class FrameRows:
     Attributes:
         numbers: The numbers of the frames of each stack, ``[count, K]``.
         ring: The frames with numbers below ``spares_from``, ``[n, bytes]``.
-        spares: The other frames.
+        spares: The frames with higher numbers.
         spares_from: The number of the first spare frame.
         shape: The shape of one stack.
         dtype: The dtype of a stack.

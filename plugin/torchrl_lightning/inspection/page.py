@@ -25,7 +25,7 @@ from torchrl_lightning.inspection.sample_counts import AGE_BINS
 from torchrl_lightning.inspection.summary import BARS, MAX_COLUMNS, Summary
 from torchrl_lightning.inspection.tables import entry_rows, facts, title_of
 
-EPISODES_PER_GROUP = 6  # newest episodes; the same number with the highest and with the lowest returns
+EPISODES_PER_GROUP = 6  # number of episodes in each group: newest, highest returns, lowest returns
 FRAMES = 12  # images per episode
 STEPS = 2000  # plotted steps per episode
 MIN_IMAGE_SIDE = 16  # smallest side of an image, in pixels
@@ -59,8 +59,8 @@ def write_page(summaries: Sequence[Summary], path: Path, unreadable: Sequence[st
     """Write the page atomically.
 
     Args:
-        summaries: One for each buffer.
-        path: The file to write; an existing one is replaced.
+        summaries: One summary for each buffer.
+        path: The file to write; an existing file is replaced.
         unreadable: A line for each unreadable buffer.
 
     Raises:
@@ -143,7 +143,7 @@ def _gallery(summary: Summary) -> Iterator[str]:
 
 
 def selected_episodes(episodes: Episodes) -> Ints:
-    """Return the indices of the newest episodes and of the whole episodes with the highest and lowest returns."""
+    """Return the indices of the newest episodes, and of complete episodes with the highest and lowest returns."""
     complete = np.flatnonzero(episodes.is_complete)
     order = complete[np.argsort(episodes.episode_return[complete], kind="stable")]
     newest = np.arange(len(episodes))[::-1][:EPISODES_PER_GROUP]
@@ -169,7 +169,7 @@ def _frames(view: BufferView, leaf: Leaf, env: int, begin: int, length: int) -> 
 
 
 def pixels(image: Tensor) -> NDArray[np.uint8]:
-    """Return an image as ``[H, W]`` or ``[H, W, 3]``; select the newest of a stack, and the last of other channels."""
+    """Return a stack's newest image as ``[H, W, 3]`` or, without three channels, its last channel as ``[H, W]``."""
     while image.ndim > 3:
         image = image[-1]
     array: NDArray[np.uint8] = image.numpy()

@@ -1,4 +1,4 @@
-"""Draw inline SVG figures; the style sheet of the page sets their colors."""
+"""Plot inline SVG figures; the style sheet of the page sets their colors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 WIDTH, HEIGHT = 240, 80
-POINTS = 120  # per line, at most
+POINTS = 120  # maximum number of points per line
 COLOURS = ("#3366aa", "#cc6633", "#339966", "#aa3377", "#888833", "#6644bb", "#228899", "#777777")
 DARK_COLOURS = ("#77aaee", "#ee9966", "#66cc99", "#dd77aa", "#bbbb66", "#aa99ee", "#66bbcc", "#aaaaaa")
 
 
 def bars(heights: Sequence[float], low: float, high: float, title: str, second: Sequence[float] = ()) -> str:
-    """Draw bars over equal parts of a range, with narrower bars of a second series in front."""
+    """Plot a bar for each of several equal parts of a range; a second series has narrower bars in front."""
     largest = max([*heights, *second, 1e-12])
     paths = []
     for series, width in [(heights, 0.9), (second, 0.4)][: 1 + bool(second)]:
@@ -27,7 +27,7 @@ def bars(heights: Sequence[float], low: float, high: float, title: str, second: 
 
 
 def histogram(values: NDArray[Any], title: str, bins: int = 32) -> str:
-    """Draw a histogram of the finite values; return an empty string without any."""
+    """Plot a histogram of the finite values; return an empty string without finite values."""
     values = np.asarray(values.real, np.float64)
     values = values[np.isfinite(values)]
     if not values.size:
@@ -43,7 +43,7 @@ def histogram(values: NDArray[Any], title: str, bins: int = 32) -> str:
 
 
 def lines(columns: NDArray[Any], title: str) -> str:
-    """Draw columns ``[n, k]`` over their rows; reduce many rows to the minimum and maximum of each part."""
+    """Plot each column of ``[n, k]`` as a line; reduce many rows to the minimum and maximum of equal parts."""
     values = np.asarray(columns.real, np.float64)
     finite = values[np.isfinite(values)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)

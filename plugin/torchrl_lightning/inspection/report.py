@@ -29,7 +29,7 @@ class Inspection:
     """Summaries of buffers, rendered as tables in a terminal and as HTML in a notebook.
 
     Attributes:
-        summaries: One for each buffer.
+        summaries: One summary for each buffer.
         unreadable: One line for each unreadable buffer.
     """
 
@@ -76,7 +76,7 @@ def inspect_buffer(buffer: Any, *, name: str | None = None, last: int | None = N
     Args:
         buffer: A buffer or storage of this package, or its ``state_dict()``.
         name: The name in the report; the class name by default.
-        last: Inspect only about this number of the newest cells; None for all.
+        last: Inspect only about this number of the newest cells; None inspects all.
 
     Raises:
         ValueError: The buffer has an unknown type or too many cells, or ``last`` is not positive.

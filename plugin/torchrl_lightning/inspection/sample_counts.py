@@ -1,11 +1,11 @@
-"""Count how often steps are sampled, and their ages at that time."""
+"""Count the samples of each step, and record the ages of sampled steps."""
 
 from __future__ import annotations
 
 import numpy as np
 from torch import Tensor
 
-EVERY = 8  # a run counts one batch in EVERY
+EVERY = 8  # a run counts one batch out of this number
 AGE_BINS = 1024  # bins of the age histogram, over the length of a ring
 
 
@@ -15,7 +15,7 @@ class SampleCounter:
     The count of a cell restarts at 0 when a new step overwrites the old one.
 
     Args:
-        length: Cells of each environment's ring.
+        length: Number of cells per ring.
         num_envs: Number of rings.
 
     Examples:

@@ -19,7 +19,7 @@ from torchrl_lightning.inspection.episode_gallery import Episodes, episodes_in
 from torchrl_lightning.inspection.leaves import Leaf
 from torchrl_lightning.inspection.sample_counts import SampleCounter
 
-MAX_CELLS = 200_000_000  # cells to inspect at most
+MAX_CELLS = 200_000_000  # maximum number of inspected cells
 SAMPLE_ROWS = 4096  # sampled rows per entry, for figures and action bounds
 MAX_COLUMNS = 64  # a row with more numbers counts as an image
 BARS = 32
@@ -35,16 +35,16 @@ class Entry:
         key: The key.
         shape: The shape of one step.
         dtype: The name of the dtype.
-        bytes: The size of all filled cells.
+        bytes: The size of all filled cells in bytes.
         low: The smallest finite number.
         high: The largest finite number.
         mean: The mean of the finite numbers.
         std: The standard deviation of the finite numbers.
-        nans: Count of NaN and infinite numbers.
-        constant: Count of the columns with the same number in all steps.
+        nans: Number of NaN and infinite numbers.
+        constant: Number of columns with the same number in all steps.
         size: Numbers per row.
         sample: Evenly spaced rows ``[n, size]``; only one column ``[n, 1]`` of a wide entry.
-        counts: Count of each integer from ``low`` on, for a discrete action.
+        counts: For a discrete action, the number of occurrences of each integer from ``low`` to ``high``.
     """
 
     key: tuple[str, ...]
@@ -93,9 +93,9 @@ class Priorities:
     Attributes:
         num_cells: Number of cells with a positive, finite priority.
         largest: The largest probability of a cell.
-        half: The smallest number of cells with half of the probability together.
-        effective: Effective sample size: the number of equally likely cells with the same rate of repeats.
-        shares: Probability of each 1/32 of the cells, sorted from the largest priorities to the smallest.
+        half: The smallest number of cells that together have half of the probability.
+        effective: Effective sample size: this number of equally likely cells would be repeated at the same rate.
+        shares: Total probability of each 1/32 of the cells, sorted from the largest priorities to the smallest.
     """
 
     num_cells: int

@@ -20,14 +20,14 @@ from torchrl_lightning.rollout.values import RECURRENT_KEYS, fill_values
 class AdvantageTransform(Settings, Transform):
     """Base class of transforms that write advantages and value targets to a rollout.
 
-    Call the transform on a rollout to compute them. In a replay buffer, it computes on sampled sequences by default.
-    Append it with ``invert=True`` or set ``on_write=True`` to compute when a rollout is written.
+    Call the transform on a rollout to compute the advantages and targets. By default, a replay buffer applies it to
+    sampled sequences. To apply it to written rollouts, append it with ``invert=True`` or set ``on_write=True``.
 
     Args:
         gamma: discount.
         critic: module that writes ``value_key``; may be ``None`` if the rollout holds all values. The transform's
             ``state_dict`` does not include it.
-        time_dim: see :class:`DiscountedReturns`, also for the following arguments.
+        time_dim: see :class:`DiscountedReturns`, which also documents the remaining arguments.
     """
 
     gamma: Fraction = setting(default=0.99, kw_only=False)
@@ -85,7 +85,7 @@ class AdvantageTransform(Settings, Transform):
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         return self.estimate(tensordict) if self.on_write else tensordict
 
-    # append_transform(..., invert=True) runs this when a rollout is written.
+    # After append_transform(..., invert=True), a buffer calls this method when it writes a rollout.
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         return self.estimate(next_tensordict)
 
@@ -111,22 +111,23 @@ class AdvantageTransform(Settings, Transform):
 
 
 class DiscountedReturns(AdvantageTransform):
-    """Discounted Monte-Carlo returns as value targets, and ``A = R - V``.
+    """Write discounted Monte-Carlo returns ``R`` as value targets, and ``A = R - V`` as advantages.
 
     ``R[t] = r[t] + γ (V'[t] (1 - term[t]) if done[t] else R[t+1])``, with ``R[T] = V'[T-1]``.
 
     Args:
         gamma: discount.
         critic: module that writes the values.
-        bootstrap: use values; if False, truncated episodes count as terminated, no critic is needed and ``A = R``.
+        bootstrap: use values. If False, truncated episodes count as terminated, and the advantages are ``A = R``, so no
+            critic is needed.
         time_dim: time dimension of the rollout; ``None`` reads the dimension names.
         reward_key: key of the rewards.
         value_key: key of the values, or parent key for several critics.
-        advantage_key: key of the advantages; nested for several critics.
-        value_target_key: key of the value targets; nested for several critics.
+        advantage_key: key of the advantages, or parent key for several critics.
+        value_target_key: key of the value targets, or parent key for several critics.
         recompute_values: run the critic even if the rollout holds values.
-        standardize_advantages: scale to zero mean and unit standard deviation over the whole rollout.
-        on_write: compute in a buffer's ``extend``, not on samples.
+        standardize_advantages: scale the advantages to zero mean and unit standard deviation over the whole rollout.
+        on_write: compute when the ``extend`` of a buffer writes a rollout, not when the buffer samples.
 
     Examples:
         >>> import torch
@@ -160,7 +161,7 @@ class GeneralizedAdvantages(AdvantageTransform):
         gamma: discount.
         lmbda: λ.
         critic: module that writes the values.
-        time_dim: see :class:`DiscountedReturns`, also for the following arguments.
+        time_dim: see :class:`DiscountedReturns`, which also documents the remaining arguments.
 
     Examples:
         >>> import torch
@@ -198,7 +199,7 @@ class VTraceAdvantages(AdvantageTransform):
         log_prob_key: key of the behaviour policy's log-probabilities; never overwritten.
         current_log_prob_key: key of the current policy's log-probabilities.
         action_key: key of the actions.
-        time_dim: see :class:`DiscountedReturns`, also for the following arguments.
+        time_dim: see :class:`DiscountedReturns`, which also documents the remaining arguments.
 
     Examples:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Split a rollout into mini-batches: batch sizes and selected entries."""
+"""Split a rollout into mini-batches and select their entries."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _SEQUENCE_NAMES = (None, "time")
 def split_epoch(
     units: int, num_mini_batch: int | None, mini_batch_size: int | None, drop_last: bool, *, whole_envs: bool
 ) -> tuple[int | None, int | None]:
-    """Return ``(number, size)`` of an epoch's mini-batches; ``size=None`` makes their sizes as even as possible.
+    """Return the number and the size of an epoch's mini-batches; if the size is None, sizes differ by at most one.
 
     Raises:
-        ValueError: a number is not positive, exceeds the stored data, or does not divide the number of environments.
+        ValueError: an argument is not positive, exceeds the stored data, or does not divide the number of environments.
     """
     unit = "environments" if whole_envs else "steps"
     for name, value in (("num_mini_batch", num_mini_batch), ("mini_batch_size", mini_batch_size)):
@@ -55,7 +55,7 @@ def split_epoch(
 def select_entries(
     rollout: TensorDictBase, keys: Collection[NestedKey] | None, hidden: Collection[NestedKey], *, flat: bool
 ) -> Tree:
-    """Return the entries ``keys``, or all but ``hidden``, as a nested dict ``[T, N]``; ``flat`` makes it ``[T * N]``.
+    """Return the entries ``keys``, or all except ``hidden``, as a nested dict ``[T, N]``, or ``[T * N]`` if ``flat``.
 
     Raises:
         KeyError: the rollout lacks one of ``keys``.
@@ -88,10 +88,10 @@ def select_entries(
 def sequences(
     rollout: TensorDictBase, envs: Tensor | None = None, recurrent_keys: Collection[NestedKey] = ("recurrent_state",)
 ) -> TensorDict:
-    """Return the environments ``envs`` of ``[T, N]`` as sequences ``[B, T]`` named ``(None, "time")``.
+    """Return environments of a rollout ``[T, N]`` as sequences ``[B, T]`` with dimension names ``(None, "time")``.
 
-    The recurrent state of the first step is expanded over ``T``, with zeros at episode starts: TorchRL's ``GRUModule``
-    and ``LSTMModule`` split a row at ``is_init`` and read the state at each split.
+    All steps of a sequence get the recurrent state of its first step, except episode starts, which get 0. TorchRL's
+    ``GRUModule`` and ``LSTMModule`` split a sequence at ``is_init`` and read the state at each split.
 
     Args:
         rollout: time-major ``[T, N]``.
@@ -126,7 +126,7 @@ def sequences(
 def view_leaves(
     data: TensorDictBase, view: Callable[[Any], Any], batch: torch.Size, names: Sequence[str | None] | None = None
 ) -> TensorDict:
-    """Apply a view to every leaf; TensorDict's methods take four times as long, and every write needs this."""
+    """Apply a view to every leaf; TensorDict's methods take four times as long, and every write calls this function."""
     entries = {
         key: view_leaves(value, view, batch, names)
         if isinstance(value, TensorDictBase) and not is_non_tensor(value)
@@ -137,7 +137,7 @@ def view_leaves(
 
 
 def device_in(data: TensorDictBase) -> torch.device | None:
-    """Return the device of the first leaf, or None without leaves."""
+    """Return the device of the first leaf, or None for data without leaves."""
     for value in data.values(include_nested=True, leaves_only=True):
         return torch.device(value.device)
     return None

@@ -1,4 +1,4 @@
-"""Estimators of advantages and value targets from rewards and values: Monte-Carlo returns, GAE, V-trace."""
+"""Compute advantages and value targets from rewards and values: Monte-Carlo returns, GAE, V-trace."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from torchrl_lightning.rollout.values import current_log_prob, require_module, t
 
 @dataclass(frozen=True)
 class RewardKeys:
-    """Keys of one kind of reward (extrinsic or intrinsic) with its values, advantages and targets.
+    """Keys of the rewards, values, advantages and targets for one kind of reward: extrinsic or intrinsic.
 
     Args:
         reward: Key of the rewards.
         value: Key of the values, or parent key for several critics.
-        advantage: Key of the advantages; nested for several critics.
-        target: Key of the value targets; nested for several critics.
-        episodic: Whether returns end with the episode.
+        advantage: Key of the advantages, or parent key for several critics.
+        target: Key of the value targets, or parent key for several critics.
+        episodic: Whether the sum of rewards stops at the end of an episode.
         bootstrap: Whether to use values; if False, values count as 0 and no critic is needed.
     """
 
@@ -54,7 +54,7 @@ class RewardKeys:
 
 
 class Steps(NamedTuple):
-    """Inputs of the advantages of one critic: time-major tensors of equal shape."""
+    """Inputs to compute the advantages of one critic: time-major tensors of equal shape."""
 
     reward: Tensor
     value: Tensor
@@ -117,16 +117,19 @@ class Estimator(ConfigSafe):
     def current_log_probs(
         self, rollout: TensorDictBase, actor: Any, recurrent_keys: Collection[NestedKey]
     ) -> dict[NestedKey, Tensor]:
-        """Return the entries that the current policy computes for the stored steps, if ``follows_policy``."""
+        """Return the current policy's log-probabilities by key; without ``follows_policy``, return an empty dict."""
         return {}
 
     def metrics(self, rollout: TensorDictBase, policy_version: int | None) -> dict[str, float]:
-        """Return metrics of an estimated rollout, if ``follows_policy``."""
+        """Return metrics of a rollout with advantages; without ``follows_policy``, return an empty dict."""
         return {}
 
 
 class MonteCarlo(Estimator):
-    """Discounted returns as value targets, and ``A = R - V``; see :func:`~torchrl_lightning.discounted_returns`."""
+    """Discounted returns ``R`` as value targets, and advantages ``R - V``.
+
+    See :func:`~torchrl_lightning.discounted_returns`.
+    """
 
     def advantages(self, steps: Steps, gamma: float, rollout: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Return ``R - V``, and the returns ``R`` as value targets."""
@@ -219,7 +222,7 @@ class VTrace(Estimator):
             )
 
     def metrics(self, rollout: TensorDictBase, policy_version: int | None) -> dict[str, float]:
-        """Return the mean ``|ρ - 1|``, and the policy lag if both versions are known."""
+        """Return the mean ``|ρ - 1|``, and the policy lag if the versions of both policies are known."""
         metrics: dict[str, float] = {}
         current, version = (rollout.get(key, None) for key in (self.current_log_prob_key, POLICY_VERSION))
         if current is not None:

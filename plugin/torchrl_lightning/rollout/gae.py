@@ -15,7 +15,7 @@ class GAEBuffer(VanillaOnPolicyBuffer):
     Args:
         size: see :class:`VanillaOnPolicyBuffer`, also for ``device``, ``actor``, ``algorithm`` and ``envs``.
         gae_lambda: λ.
-        gamma: see :class:`VanillaOnPolicyBuffer`, also for the following arguments.
+        gamma: see :class:`VanillaOnPolicyBuffer`, which also documents the remaining arguments.
 
     Examples:
         >>> buffer = GAEBuffer(128, gae_lambda=0.9)

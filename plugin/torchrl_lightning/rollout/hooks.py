@@ -21,7 +21,7 @@ class RolloutHooks:
         """Prepare to collect from ``num_envs`` environments.
 
         Args:
-            env: an id, a factory or a ready environment, as for a DataModule.
+            env: an environment id, a factory, or an environment, as in a DataModule.
             num_envs: number of parallel environments.
         """
 
@@ -30,7 +30,7 @@ class RolloutHooks:
         return env
 
     def wrap_policy(self, policy: TensorDictModuleBase) -> TensorDictModuleBase:
-        """Return the wrapped policy, for the environment from :meth:`wrap_env`."""
+        """Return the policy, wrapped for the environment from :meth:`wrap_env`."""
         return policy
 
     def on_collected(self, rollout: TensorDictBase) -> None:
@@ -40,7 +40,7 @@ class RolloutHooks:
         """Receive the stored rollout ``[T, N]`` with its values and advantages, before an update."""
 
     def discard(self) -> None:
-        """Discard data about the stored rollout; the buffer calls this when it is emptied."""
+        """Discard data about the stored rollout; the buffer's ``empty`` calls this method."""
 
     def metrics(self, rollout: TensorDictBase | None) -> dict[str, float]:
         """Return metrics to log; ``rollout`` is the stored rollout ``[T, N]`` or None."""

@@ -1,4 +1,4 @@
-"""Intrinsic rewards: normalisation, and non-episodic returns with a separate critic."""
+"""Normalise intrinsic rewards, and compute non-episodic returns with a separate critic."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class IntrinsicReturns(GeneralizedAdvantages):
     """Advantages and targets of the intrinsic rewards (Burda et al. 2018, arXiv:1810.12894).
 
     Rewards are divided by the running standard deviation of their discounted sum. The sum restarts when
-    ``("collector", "traj_ids")`` changes without a done step. Returns do not end with the episode: the estimate is GAE
-    with ``terminated = done = 0`` and a separate γ and critic. The normalised reward is written to
+    ``("collector", "traj_ids")`` changes without a done step. Returns continue across episode ends: GAE computes them
+    with ``terminated = done = 0`` and with a separate γ and critic. The normalised reward is written to
     ``("next", "normalized_intrinsic_reward")``; the raw reward stays unchanged.
 
     Args:
@@ -39,9 +39,10 @@ class IntrinsicReturns(GeneralizedAdvantages):
         lmbda: λ; 1 gives plain discounted returns.
         critic: module that writes ``intrinsic_state_value``.
         normalize: divide rewards by their running standard deviation.
-        direction: ``"forward"`` keeps the filter across rollouts; ``"backward"`` restarts it in each rollout.
-        log_prob_keys: keys of the current and the behaviour policy's log-probabilities; if given, V-trace replaces GAE.
-        time_dim: see :class:`DiscountedReturns`, also for the following arguments; the default keys are the
+        direction: ``"forward"`` continues the sum across rollouts; ``"backward"`` restarts the sum in each rollout.
+        log_prob_keys: keys of the log-probabilities of the current policy and of the behaviour policy. If given,
+            V-trace replaces GAE.
+        time_dim: see :class:`DiscountedReturns`, which also documents the remaining arguments. The default keys are the
             intrinsic keys.
 
     Examples:
@@ -84,7 +85,7 @@ class IntrinsicReturns(GeneralizedAdvantages):
 
     @property
     def stream(self) -> RewardKeys:
-        """Keys of the read and written entries; returns do not end with the episode."""
+        """Keys of the read and written entries, for returns that continue across episode ends."""
         return dataclasses.replace(super().stream, reward=NORMALIZED_REWARD, episodic=False)
 
     def compute(self, rollout: TensorDictBase) -> None:

@@ -19,8 +19,8 @@ UNITS = ("steps", "environments")
 class MinibatchSampler(Stateful, SamplerBase):
     """Visit every sample of a rollout exactly once per epoch, shuffled or in order.
 
-    With ``by="steps"`` a batch is ``[B]`` steps. With ``by="environments"`` a batch is ``[B, T]`` whole environments
-    for recurrent policies, and the batch size counts environments. A write starts a new epoch.
+    With ``by="steps"``, a batch has the steps ``[B]``. With ``by="environments"``, a batch has whole environments
+    ``[B, T]`` for recurrent policies, and the batch size counts environments. A write starts a new epoch.
 
     Args:
         drop_last: drop the last batch of an epoch if it is smaller than the batch size.
@@ -85,8 +85,8 @@ class MinibatchSampler(Stateful, SamplerBase):
         Args:
             count: number of units (steps or environments).
             batch_size: units per batch; None splits the epoch into ``num_batches`` of nearly equal size.
-            shuffle: overrides the sampler's option.
-            drop_last: overrides the sampler's option.
+            shuffle: overrides the sampler's ``shuffle``.
+            drop_last: overrides the sampler's ``drop_last``.
             num_batches: maximum number of batches.
             device: device of the indices.
 

@@ -15,10 +15,10 @@ from torchrl_lightning.rollout.pytorchrl_names import DOCUMENTED, from_documente
 
 
 class PyTorchRLInterface:
-    """Mixin with PyTorchRL's documented methods for buffers built as ``(size, device, actor, algorithm, envs)``.
+    """Mixin with PyTorchRL's documented methods for buffers built with ``size, device, actor, algorithm, envs``.
 
-    The methods accept and return TensorDicts with this package's keys or dicts with the documented names. A buffer
-    implements the storage methods that are declared below.
+    The methods accept and return TensorDicts with this package's keys, or dicts with the documented names. A buffer
+    class implements the storage methods that are declared below.
     """
 
     storage_tensors: ClassVar[tuple[str, ...]] = tuple(DOCUMENTED)
@@ -43,11 +43,11 @@ class PyTorchRLInterface:
 
         Args:
             size: capacity along time.
-            *settings: the other positional arguments of the constructor, in its order.
+            *settings: the other positional arguments of the constructor, in the same order.
             **options: keyword arguments of the constructor.
 
         Raises:
-            TypeError: the constructor has fewer positional arguments.
+            TypeError: there are more ``settings`` than positional arguments of the constructor.
         """
         build: Any = cls
         factory_arguments = ("size", "device", "actor", "algorithm", "envs")
@@ -85,7 +85,10 @@ class PyTorchRLInterface:
         )
 
     def init_tensors(self, sample: TensorDictBase | Mapping[str, Any]) -> None:
-        """Reserve memory for steps like ``sample`` (``[N]``, TensorDict or documented names) without storing it.
+        """Reserve memory for steps like ``sample``, but do not store the sample.
+
+        Args:
+            sample: TensorDict ``[N]``, or a dict with the documented names.
 
         Raises:
             ValueError: steps are already stored.
@@ -96,11 +99,11 @@ class PyTorchRLInterface:
         """Append one step of all environments.
 
         The buffer fills in a missing observation, recurrent state or ``is_init`` from the previous step or rollout. The
-        first observation of a new episode must be given.
+        first step of a new episode must have an observation.
 
         Args:
-            sample: TensorDict ``[N]``, or a dict with the documented names. Its advantages and other estimates are
-                dropped, unless ``extend`` has stored these entries before.
+            sample: TensorDict ``[N]``, or a dict with the documented names. The buffer drops its advantages and other
+                estimates, unless an earlier ``extend`` stored these entries.
 
         Raises:
             KeyError: an entry is missing and cannot be carried over.
@@ -113,12 +116,12 @@ class PyTorchRLInterface:
         """Replace the stored data with a rollout.
 
         Args:
-            new_data: TensorDict ``[N, T]`` with a dimension named ``"time"``, or in any order with ``time_dim``; or a
-                time-major dict ``[T, N, ...]`` with the documented names. Its advantages and other estimates are
-                dropped, unless ``extend`` has stored these entries before.
+            new_data: TensorDict ``[N, T]`` or ``[T, N]``, or time-major dict ``[T, N, ...]`` with the documented names.
+                A TensorDict needs a dimension named ``"time"``, or ``time_dim``. The buffer drops the advantages and
+                other estimates in the data, unless an earlier ``extend`` stored these entries.
             time_dim: index of the time dimension.
-            copy: if False, the buffer may keep the memory of a time-major rollout that fills it; the caller must not
-                write to this memory afterwards.
+            copy: if False, the buffer may use the memory of a time-major rollout of ``size`` steps instead of copying
+                it. The caller must not write to this memory afterwards.
         """
         self._write_slice(self._read(new_data, 2), time_dim if isinstance(new_data, TensorDictBase) else 0, copy)
 
@@ -127,10 +130,10 @@ class PyTorchRLInterface:
         self.empty()
 
     def get_all_buffer_data(self, data_to_cpu: bool = False, documented_names: bool = False) -> Any:
-        """Return a copy of the filled part, ``[T, N]`` named ``("time", None)``, including estimates.
+        """Return a copy of the stored steps and estimates, ``[T, N]`` with dimension names ``("time", None)``.
 
-        :meth:`insert_data_slice` of this or another buffer accepts the result. It keeps values that came with the data
-        and recomputes values that this buffer computed. Only computed values include the successors' values.
+        :meth:`insert_data_slice` of this or another buffer accepts the result. That buffer keeps values that the policy
+        wrote, and computes the other values again. Only computed values include the values of successor states.
 
         Args:
             data_to_cpu: move the copy to the CPU.
@@ -149,16 +152,16 @@ class PyTorchRLInterface:
         drop_last: bool = False,
         documented_names: bool = False,
     ) -> Iterator[Any]:
-        """Iterate over mini-batches; each epoch visits every sample once, unless the arguments limit it.
+        """Iterate over mini-batches; an epoch visits every sample once, unless the arguments limit its size.
 
-        A mini-batch is ``[B]`` steps. A recurrent buffer yields whole environments ``[B, T]`` named ``(None, "time")``,
-        and sizes count environments. ``batch_keys`` selects the entries; the default is all but the ``collector``
-        subtree, the flags at the root, and successor values.
+        A mini-batch has the steps ``[B]``. A recurrent buffer yields whole environments ``[B, T]`` with dimension names
+        ``(None, "time")``, and sizes count environments. ``batch_keys`` selects the entries. By default, a mini-batch
+        has all entries except the ``collector`` subtree, the flags at the root, and successor values.
 
         Args:
-            num_mini_batch: mini-batches per epoch, of nearly equal size without ``mini_batch_size``. If both arguments
-                are ``None``, the algorithm's values apply.
-            mini_batch_size: samples per mini-batch; without ``num_mini_batch``, the last mini-batch may be smaller.
+            num_mini_batch: mini-batches per epoch. Without ``mini_batch_size``, they have nearly equal sizes. If both
+                arguments are ``None``, the algorithm's values apply.
+            mini_batch_size: samples per mini-batch. Without ``num_mini_batch``, the last mini-batch may be smaller.
                 With both arguments, an epoch has exactly ``num_mini_batch`` mini-batches of this size.
             num_epochs: number of passes over the data.
             shuffle: draw a new order for each epoch.
@@ -187,7 +190,7 @@ class PyTorchRLInterface:
 
         Args:
             batch: the mini-batch of the update.
-            info: returned unchanged.
+            info: result of the update, returned unchanged.
         """
         return info
 
@@ -195,7 +198,7 @@ class PyTorchRLInterface:
         """Return the number of channels of one frame, and set ``num_channels_obs``.
 
         Raises:
-            ValueError: observations are a dict, have no channels, or the channels are not a multiple of
+            ValueError: the observation is a dict or lacks channels, or the number of channels is not a multiple of
                 ``frame_stack``.
         """
         obs = sample.get("Observation", sample.get("observation", None))

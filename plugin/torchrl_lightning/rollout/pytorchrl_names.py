@@ -45,7 +45,7 @@ DOCUMENTED: dict[str, NestedKey] = {
     "Advantage": ADVANTAGE,
     "IntrinsicAdvantage": INTRINSIC_ADVANTAGE,
 }
-"""The 13 documented names. ``Done`` means terminated; an optional ``Truncated`` refines it."""
+"""The 13 documented names. ``Done`` means terminated; the optional name ``Truncated`` marks truncated episodes."""
 
 _WITH_SUCCESSORS = ("Observation", "RecurrentHiddenStates", "Value", "IntrinsicValue")
 OPTIONAL_NAMES: dict[str, NestedKey] = {"Truncated": TRUNCATED, "EpisodeStart": IS_INIT}
@@ -64,12 +64,12 @@ def from_documented(
 ) -> TensorDict:
     """Convert a dict with documented names to a TensorDict with this package's keys.
 
-    ``Done`` means terminated after this step. If ``NextDone`` is given, ``NextDone`` has this meaning and ``Done``
-    marks the start of an episode, as in PyTorchRL's transitions. ``Truncated`` is optional. The entries of a dict
-    observation become root keys.
+    Without ``NextDone``, ``Done`` means that the episode terminates after this step. If ``NextDone`` is given, it has
+    this meaning, and ``Done`` marks the start of an episode, as in PyTorchRL's transitions. ``Truncated`` is optional.
+    The entries of a dict observation become root keys.
 
     Args:
-        sample: documented names to tensors or arrays, ``[N, ...]`` or time-major ``[T, N, ...]``.
+        sample: dict from documented names to tensors or arrays, ``[N, ...]`` or time-major ``[T, N, ...]``.
         batch_dims: 1 for a transition, 2 for a rollout.
         keys: the key of each documented name.
 
@@ -121,7 +121,7 @@ def from_documented(
 def to_documented(data: TensorDictBase, keys: Mapping[str, NestedKey] = DOCUMENTED) -> dict[str, Any]:
     """Return the entries of a rollout or batch under their documented names; nested entries become dicts.
 
-    Entries at the root and also under ``"next"`` form a dict observation. Entries without a documented name are
+    Entries that exist at the root and under ``"next"`` form a dict observation. Entries without a documented name are
     dropped. :func:`from_documented` converts the result back.
 
     Examples:

@@ -47,8 +47,8 @@ from torchrl_lightning.rollout.values import RECURRENT_KEYS, fill_values
 class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterface):
     """Buffer of one rollout ``[T, N]`` with advantages, value targets and mini-batches.
 
-    Every read computes missing advantages first. A TorchRL loss would otherwise estimate them from shuffled samples,
-    and the result would be noise.
+    Every read computes missing advantages first. Otherwise, a TorchRL loss would estimate advantages from shuffled
+    samples, which gives noise.
 
     Args:
         size: capacity along time.
@@ -56,25 +56,25 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
         device: device of the rollout.
         actor: TensorDict policy for V-trace; :meth:`before_gradients` can override actor and critic.
         critic: writes the values, and ``intrinsic_state_value`` if the rollout has intrinsic rewards.
-        intrinsic_critic: writes ``intrinsic_state_value`` when the critic does not.
-        algorithm: any object with ``gamma``, optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``;
-            the buffer reads them at each use.
+        intrinsic_critic: writes ``intrinsic_state_value`` if the critic does not.
+        algorithm: any object with ``gamma`` and optionally ``gamma_intrinsic``, ``num_mini_batch`` and
+            ``mini_batch_size``. The buffer reads these attributes at each use.
         envs: environments with ``num_envs``.
-        gamma: discount; ``None`` uses the algorithm's, or 0.99 without one.
-        gamma_intrinsic: discount of the intrinsic rewards; the default follows the same rule as ``gamma``.
+        gamma: discount; ``None`` uses the discount of ``algorithm``, or 0.99 if the algorithm does not have one.
+        gamma_intrinsic: discount of the intrinsic rewards; ``None`` uses the value of ``algorithm``, or 0.99.
         normalize_intrinsic: divide intrinsic rewards by their running standard deviation.
-        intrinsic_direction: ``"forward"``, or ``"backward"`` as PyTorchRL does.
+        intrinsic_direction: ``"forward"`` or ``"backward"``, see :class:`IntrinsicReturns`. PyTorchRL uses the latter.
         recompute_values: run the critic even if the policy wrote values.
         stream: keys of rewards, values, advantages and targets; the standard keys by default.
         hooks: called around each rollout, for example to replay demonstrations; the default does nothing.
-        num_envs: number of environments; ``None`` takes it from ``envs`` or the first write.
+        num_envs: number of environments; ``None`` uses the number in ``envs`` or in the first write.
         time_dim: time dimension of a written rollout; ``None`` reads the dimension names.
-        recurrent: serve whole environments; ``None`` does so if a recurrent state is stored.
+        recurrent: True for mini-batches of whole environments; ``None`` means True if a recurrent state is stored.
         recurrent_keys: root keys of recurrent states.
-        batch_keys: entries of a mini-batch; ``None`` takes all but flags and successor values.
+        batch_keys: entries of a mini-batch; ``None`` selects all except flags and successor values.
         batch_size: default batch size of ``sample``.
         generator: random generator; ``None`` seeds a new one from torch's global generator.
-        transform: a TorchRL transform, applied on write (inverse) and on mini-batches.
+        transform: a TorchRL transform of mini-batches; a write applies its inverse.
 
     Examples:
         >>> flag = torch.zeros(2, 1, 1, dtype=torch.bool)
@@ -212,7 +212,7 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether mini-batches are whole environments; by default if a recurrent state is stored."""
+        """Whether mini-batches have whole environments; by default, True if a recurrent state is stored."""
         return self.storage.layout.has_entries(self.recurrent_keys) if self.recurrent is None else self.recurrent
 
     @property
@@ -265,7 +265,7 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
 
     @property
     def _estimate_keys(self) -> list[NestedKey]:
-        """Keys of the entries that the estimates write."""
+        """Keys of the entries that an estimate writes."""
         keys = self.stream
         return [keys.advantage, keys.target, INTRINSIC.advantage, INTRINSIC.target, NORMALIZED_REWARD, CURRENT_LOG_PROB]
 
@@ -284,8 +284,8 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
 
     def _without_estimates(self, data: TensorDictBase) -> TensorDictBase:
         """Return the data without the results and computed values of an earlier estimate."""
-        # Computed values come with successor values and results; the policy's values come without them. If data is
-        # stored, its schema decides: it contains results and values only if they were written with the data.
+        # Data with computed values also has successor values and results; data with the policy's values does not. If
+        # steps are stored, the schema decides: it has results and values only if they were written with the steps.
         schema = self.storage.schema
         drop = [key for key in self._estimate_keys if data.get(key, None) is not None]
         value_keys = self._value_keys_in(data)
@@ -334,7 +334,7 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
 
     @property
     def rollout(self) -> TensorDict:
-        """A live view of the stored rollout, ``[T, N]``; mini-batches include added entries until the next write."""
+        """A live view ``[T, N]`` of the stored rollout; mini-batches contain added entries until the next write."""
         return self.storage.rollout
 
     @property
@@ -346,7 +346,7 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
         """Return a live view of the stored rollout; compute advantages and targets if they are missing.
 
         Raises:
-            RuntimeError: nothing is stored, or a required critic (for V-trace, an actor) is missing.
+            RuntimeError: nothing is stored, a required critic is missing, or the actor for V-trace is missing.
         """
         if self._needs_estimates:
             self._write_estimates()
@@ -356,11 +356,11 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
         """Write values, advantages and targets of all stored steps, for extrinsic and intrinsic rewards.
 
         Args:
-            actor: the current policy; None uses the buffer's.
-            critic: the value network; None uses the buffer's.
+            actor: the current policy; None uses the buffer's actor.
+            critic: the value network; None uses the buffer's critic.
 
         Raises:
-            RuntimeError: nothing is stored, or a required critic (for V-trace, an actor) is missing.
+            RuntimeError: nothing is stored, a required critic is missing, or the actor for V-trace is missing.
             KeyError: the behaviour policy's log-probabilities are missing for V-trace.
         """
         self._write_estimates(None, actor, critic)
@@ -386,7 +386,7 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
             estimator.compute(rollout, self.gamma_intrinsic, INTRINSIC)
 
     def _write_inputs(self, estimator: Estimator, actor: Any = None, critic: Any = None) -> None:
-        """Write the inputs of an estimator: values, and current log-probabilities if it needs them."""
+        """Write the inputs of an estimator: values and, if required, current log-probabilities."""
         rollout, recurrent_keys, follows_policy = self.storage.rollout, self.recurrent_keys, estimator.follows_policy
         log_probs = estimator.current_log_probs(rollout, self.actor if actor is None else actor, recurrent_keys)
         known = () if follows_policy or self.recompute_values else self.storage.schema
@@ -467,7 +467,7 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
         """Prepare to collect from ``num_envs`` environments.
 
         Args:
-            env: an id, a factory or a ready environment, as for a DataModule.
+            env: an environment id, a factory, or an environment, as in a DataModule.
             num_envs: number of parallel environments.
         """
         self.hooks.attach(env, num_envs)
@@ -477,14 +477,14 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
         return self.hooks.wrap_env(env)
 
     def wrap_policy(self, policy: TensorDictModuleBase) -> TensorDictModuleBase:
-        """Return the wrapped policy, for the environment from :meth:`wrap_env`."""
+        """Return the policy, wrapped for the environment from :meth:`wrap_env`."""
         return self.hooks.wrap_policy(policy)
 
     def metrics(self, policy_version: int | None = None) -> dict[str, float]:
         """Return metrics to log, from the hooks and the estimator.
 
         Args:
-            policy_version: version of the learning policy, for the policy lag.
+            policy_version: version of the current policy, needed for the policy lag.
         """
         estimator, rollout = self.estimator, self.storage.rollout if self.storage.num_steps else None
         metrics = self.hooks.metrics(rollout)

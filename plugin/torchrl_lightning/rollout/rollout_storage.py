@@ -41,8 +41,8 @@ class RolloutLayout:
 
     Attributes:
         finite: keys of the entries that must be finite: reward and values.
-        carried_keys: root keys of the entries that the next step takes from ``"next"``: all but rewards, flags and
-            values.
+        carried_keys: root keys of the entries that a step can copy from the ``"next"`` of the previous step: all except
+            rewards, flags and values.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -79,13 +79,13 @@ def _optional_dict(step: TensorDictBase | None) -> dict[str, Any] | None:
 class RolloutStorage(Stateful, StorageBase):
     """Store one rollout time-major, ``[T, N]``, with its bootstrap step.
 
-    Cell ``(t, n)`` holds step ``t`` of environment ``n``; ``dim_extend`` is 0. The next write removes entries that were
-    added to :attr:`rollout`, for example advantages. :attr:`bootstrap_step` has the root entries of step ``T``
-    (observation, is_init, recurrent state). ``empty`` keeps it so that the next rollout can continue from it.
+    Cell ``(t, n)`` holds step ``t`` of environment ``n``; the buffer needs ``dim_extend=0``. The next write removes
+    entries that were added to :attr:`rollout`, for example advantages. :attr:`bootstrap_step` has the root entries of
+    step ``T`` (observation, is_init, recurrent state). ``empty`` keeps this step for the next rollout.
 
     Args:
         size: capacity along time; writing a longer rollout raises an error.
-        num_envs: number of environments; ``None`` takes it from the first write.
+        num_envs: number of environments; ``None`` uses the number in the first write.
         device: device of the data.
 
     Raises:
@@ -135,7 +135,9 @@ class RolloutStorage(Stateful, StorageBase):
 
     @property
     def rollout(self) -> TensorDict:
-        """A live view of the filled part, ``[T, N]`` named ``("time", None)``, with entries added since the last write.
+        """A live view of the stored steps, ``[T, N]``, with the entries added since the last write.
+
+        The dimension names are ``("time", None)``.
 
         Raises:
             RuntimeError: nothing is stored.
@@ -196,7 +198,7 @@ class RolloutStorage(Stateful, StorageBase):
     def set(self, cursor: Any, data: TensorDictBase, *, set_cursor: bool = True) -> None:
         """Write one row ``[N]`` at an integer cursor, or rows ``[T, N]`` at a slice.
 
-        With ``set_cursor=False``, any index edits cells in place, as in TorchRL.
+        With ``set_cursor=False``, edit the cells at any index in place, as in TorchRL.
         """
         if set_cursor and not isinstance(cursor, int | slice):
             raise TypeError(
@@ -214,7 +216,7 @@ class RolloutStorage(Stateful, StorageBase):
         self.finish_write(max(self.num_steps, cursor + 1 if isinstance(cursor, int) else cursor.stop))
 
     def store_bootstrap_step(self, data: TensorDictBase, row: Any, recurrent_keys: Collection[NestedKey]) -> None:
-        """Store the bootstrap step after a row; set recurrent states to 0 if the episode ended."""
+        """Store the step after a row as bootstrap step; set its recurrent states to 0 if the episode ended."""
         done = data.get(DONE)[row].to(self.device, copy=True)
         bootstrap_step, next_data = TensorDict({}, done.shape[:1]), data.get(NEXT)
         for key in self.layout.carried_keys:
@@ -282,7 +284,7 @@ class RolloutStorage(Stateful, StorageBase):
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pickling a view and its cells would separate them, so unpickling builds the view again with its added entries.
+        # A pickled view would not share memory with its cells, so unpickling builds the view again with added entries.
         state = {**super().__getstate__(), "_rollout": {} if self._rollout is None else self.added()}
         if is_spawning() or self.data is None:
             return state

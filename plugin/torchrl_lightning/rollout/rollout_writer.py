@@ -1,4 +1,4 @@
-"""Check rollouts, transpose them to time-major, and write them to the storage."""
+"""Validate rollouts, transpose them to time-major, and write them to the storage."""
 
 from __future__ import annotations
 
@@ -36,18 +36,17 @@ _TERMINATED_HINT = (
 class RolloutWriter(Stateful, WriterBase):
     """Validate rollouts and write them to a :class:`RolloutStorage`, time-major.
 
-    ``extend`` takes ``[N, T]`` with a dimension named ``"time"`` (TorchRL's collectors name it), or any order with
-    ``time_dim``. ``add`` takes one step of all environments, ``[N]``. A two-dimensional batch without names is an
-    error.
+    ``extend`` accepts ``[N, T]`` or ``[T, N]``. The time dimension must have the name ``"time"``, as in the batches of
+    TorchRL's collectors, or be given by ``time_dim``. ``add`` accepts one step of all environments, ``[N]``.
 
     Args:
         time_dim: index of the time dimension; ``None`` reads the dimension names.
-        recurrent_keys: root keys of recurrent states; set to 0 in the bootstrap step of an ended episode.
+        recurrent_keys: root keys of recurrent states. In the bootstrap step of an ended episode, these states are 0.
 
     Raises:
-        ValueError: on write, before anything changes: the time dimension is unknown, the rollout does not fit, keys,
-            shapes or dtypes differ from the stored ones, or rewards or values are not finite.
-        KeyError: on write, ``("next", "terminated")`` is missing.
+        ValueError: a write raises this error if the time dimension is unknown, the rollout does not fit, keys, shapes
+            or dtypes differ from the stored ones, or rewards or values are not finite. Nothing is written.
+        KeyError: a written rollout lacks ``("next", "terminated")``.
         TypeError: the registered storage is not a :class:`RolloutStorage`, or flags are not boolean.
 
     Examples:
@@ -92,11 +91,12 @@ class RolloutWriter(Stateful, WriterBase):
         cells = self.write(rollout)
         if data.ndim == 2 and time_axis(data, time_dim) == 1:
             cells = cells.unflatten(0, (rollout.shape[0], -1)).transpose(0, 1).flatten(0, 1)
-        # TorchRL's buffer cannot add (t, n) pairs to the data if the first sizes agree; it can add the rows.
+        # TorchRL's buffer writes this index to the data. If both have the same length, the buffer accepts the rows t,
+        # but fails for pairs (t, n).
         return cells[:, 0] if cells.shape[0] == data.shape[0] else cells
 
     def prepare(self, data: TensorDictBase, time_dim: int | None, start: int) -> TensorDictBase:
-        """Validate ``data`` for a write from step ``start`` and return it as a view ``[T, N]``; change nothing."""
+        """Validate ``data`` for a write that begins at step ``start``, and return a view ``[T, N]``; change nothing."""
         check_tensordict(data)
         rollout, storage = time_major(data, time_dim), self._rollout_storage
         (steps, envs), size, layout = rollout.shape, storage.size, storage.layout
@@ -128,7 +128,7 @@ class RolloutWriter(Stateful, WriterBase):
         return rollout
 
     def write(self, rollout: TensorDictBase, *, copy: bool = True) -> Tensor:
-        """Write a rollout from :meth:`prepare` and return its cells, in order of time.
+        """Write a rollout from :meth:`prepare` and return its cells in chronological order.
 
         With ``copy=False`` the storage takes ownership of the memory if possible.
         """
@@ -245,7 +245,7 @@ def check_flags(data: TensorDictBase) -> None:
 
 
 def time_axis(data: TensorDictBase, time_dim: int | None) -> int:
-    """Return the time dimension: ``time_dim``, else the dimension named ``"time"``; never guess it."""
+    """Return ``time_dim`` or, if it is None, the dimension named ``"time"``; raise ValueError without both."""
     if time_dim is not None:
         if not -data.ndim <= time_dim < data.ndim:
             raise ValueError(f"time_dim must be a dimension of the batch size {list(data.shape)}, got {time_dim}.")

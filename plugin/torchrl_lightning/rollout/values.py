@@ -29,7 +29,7 @@ def value_keys(data: TensorDictBase, critic: TensorDictModuleBase | None, root: 
 
 
 def trace_ends(rollout: TensorDictBase) -> Tensor:
-    """Return the trace ends: steps that are done, or followed by a step of another episode."""
+    """Return a mask of the trace ends: done steps, and steps before a step of another episode."""
     done = rollout.get(DONE)
     is_init, changes = rollout.get(IS_INIT, None), id_changes(rollout, 0)
     has_starts = is_init is not None and is_init.shape == done.shape
@@ -55,16 +55,18 @@ def fill_values(
 ) -> None:
     """Write the values of all steps and their successors to a time-major rollout.
 
-    ``V'[t]`` is ``V[t+1]``. The critic reads ``("next", ...)`` only for truncated and last steps, in one batch (or, if
-    unrolled, in one sequence with the steps). The successor value of a terminated step is 0.
+    ``V'[t]`` is ``V[t+1]``. The critic reads ``("next", ...)`` only for truncated and last steps. It reads these
+    successors in one separate batch or, with ``unroll``, together with the steps. The successor value of a terminated
+    step is 0.
 
     Args:
-        rollout: ``[T, N]``; gets ``root`` and ``("next", root)``.
+        rollout: ``[T, N]``; for each root, ``root`` and ``("next", root)`` are written to it.
         critic: writes the values; may be ``None`` if all values are known.
-        roots: value keys, each with True if its returns end with the episode.
-        known: entries of the rollout that need no computation.
+        roots: maps each value key to True if the returns stop at the end of an episode.
+        known: keys of the values that are not computed again.
         recurrent_keys: root keys of recurrent states.
-        unroll: run a recurrent critic over whole sequences from the first state, not from each stored state.
+        unroll: run a recurrent critic over whole sequences, beginning with the first stored state. If False, run it on
+            each step with the stored state.
 
     Raises:
         RuntimeError: values are missing and no critic is given.
@@ -72,7 +74,7 @@ def fill_values(
         ValueError: the critic returned NaN or infinite values.
     """
     missing: list[NestedKey] = []
-    missing_next: dict[NestedKey, bool] = {}  # keys with missing successor values -> episodic
+    missing_next: dict[NestedKey, bool] = {}  # keys with missing successor values; True for episodic returns
     for root, episodic in roots.items():
         keys = value_keys(rollout, critic, root)
         if not keys and critic is None:
@@ -105,7 +107,7 @@ def fill_values(
 
 
 def _bootstrap_mask(rollout: TensorDictBase, missing_next: Mapping[NestedKey, bool]) -> Tensor:
-    """Mark the steps ``[T, N]`` that need a successor value without a stored next step: cut and last steps."""
+    """Return a mask ``[T, N]`` of the truncated and last steps: the critic must evaluate their successors."""
     steps, envs = rollout.shape
     mask = torch.zeros(steps, envs, dtype=torch.bool, device=rollout.get(TERMINATED).device)
     if True in missing_next.values():
@@ -141,7 +143,7 @@ def is_recurrent(keys: Collection[NestedKey], recurrent_keys: Collection[NestedK
 
 
 def flat_entries(data: TensorDictBase, keys: Collection[NestedKey], rows: Tensor | None = None) -> TensorDict:
-    """Return the existing entries ``keys`` of ``[T, N]`` as flat rows: all rows, or the given ones."""
+    """Flatten the entries ``keys`` of data ``[T, N]``, if they exist; ``rows`` selects rows of the result."""
     out = TensorDict({}, [data.numel() if rows is None else len(rows)])
     for key in keys:
         value = data.get(key, None)
@@ -154,13 +156,14 @@ def flat_entries(data: TensorDictBase, keys: Collection[NestedKey], rows: Tensor
 def run_on_sequences(
     module: TensorDictModuleBase, rollout: TensorDictBase, bootstrap_mask: Tensor, recurrent_keys: Collection[NestedKey]
 ) -> tuple[TensorDictBase, TensorDictBase]:
-    """Run a recurrent module over each environment from its first state, including successors of ``cut`` steps.
+    """Run a recurrent module over the sequence of each environment, including the successors in ``bootstrap_mask``.
 
-    Each successor is inserted after its step, so that the module reads it with the state of all earlier steps. It does
-    not affect later steps, because a new episode begins after it or the rollout ends.
+    Each sequence begins with the first stored state. A successor is inserted after its step, so that the module reads
+    the successor with the state of all earlier steps. Later steps stay unaffected, because a new episode begins after
+    the successor or the rollout ends.
 
     Returns:
-        The results of the steps ``[T, N]``, and the results of the successors in the order of the flat rows of ``cut``.
+        The results of the steps ``[T, N]``, and of the successors in the order of ``bootstrap_mask.nonzero()``.
     """
     steps, envs = rollout.shape
     time = torch.arange(steps, device=bootstrap_mask.device).unsqueeze(1)
@@ -197,7 +200,7 @@ def _successor_entry(rollout: TensorDictBase, key: NestedKey) -> Any:
 
 
 def run_on_successors(module: TensorDictModuleBase, rollout: TensorDictBase, rows: Tensor) -> TensorDictBase:
-    """Run a module on the successor states of flat rows, with ``is_init`` False."""
+    """Run a module on the successor states of flat rows, with ``is_init=False``."""
     for key in module.in_keys:
         if key != "is_init" and rollout.get(key, None) is not None:
             _successor_entry(rollout, key)
@@ -224,7 +227,7 @@ def current_log_prob(
     action_key: NestedKey = "action",
     recurrent_keys: Collection[NestedKey] = RECURRENT_KEYS,
 ) -> Tensor:
-    """Return ``log π(a|s)`` of the stored actions under the current actor, ``[T, N]``; it must have ``get_dist``."""
+    """Return ``log π(a|s)``, ``[T, N]``, of the stored actions; the actor must have ``get_dist``."""
     get_dist = PolicyApi.of(actor).get_dist
     if get_dist is None:
         raise TypeError(

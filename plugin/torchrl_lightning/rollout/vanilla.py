@@ -22,42 +22,43 @@ Values = Tensor | Mapping[str, Tensor]
 
 
 class VanillaOnPolicyBuffer(RolloutBuffer):
-    """On-policy buffer with Monte-Carlo returns ``R[t] = r[t] + γ R[t+1]`` and ``A = R - V``, as in PyTorchRL.
+    """On-policy buffer with Monte-Carlo returns ``R[t] = r[t] + γ R[t+1]`` and advantages ``R - V``, as in PyTorchRL.
 
     Write a rollout with ``insert_data_slice``, or step by step with ``insert_transition``. Call ``before_gradients`` to
     compute values, ``advantage`` and ``value_target``, and read mini-batches with ``generate_batches``. With TorchRL's
-    ``extend`` and ``sample``, the first read after a write computes them. All data is time-major.
+    ``extend`` and ``sample``, the first read after a write computes these entries. All data is time-major.
 
     Args:
         size: capacity along time.
         device: device of the rollout.
         actor: TensorDict policy; may be assigned later.
-        algorithm: any object with ``gamma``, optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``;
-            the buffer reads them at each use.
+        algorithm: any object with ``gamma`` and optionally ``gamma_intrinsic``, ``num_mini_batch`` and
+            ``mini_batch_size``. The buffer reads these attributes at each use.
         envs: environments with ``num_envs``, and optionally ``env_kwargs["frame_stack"]``.
-        gamma: discount; ``None`` uses the algorithm's, or 0.99 without one.
+        gamma: discount; ``None`` uses the discount of ``algorithm``, or 0.99 if the algorithm does not have one.
         critic: writes ``value_key`` (nested for several critics), and ``intrinsic_state_value`` if the rollout has
             intrinsic rewards; may be assigned later.
-        intrinsic_critic: writes ``intrinsic_state_value`` when the critic does not.
-        gamma_intrinsic: discount of the intrinsic rewards; the default follows the same rule as ``gamma``.
+        intrinsic_critic: writes ``intrinsic_state_value`` if the critic does not.
+        gamma_intrinsic: discount of the intrinsic rewards; ``None`` uses the value of ``algorithm``, or 0.99.
         normalize_intrinsic: divide intrinsic rewards by their running standard deviation.
-        intrinsic_direction: ``"forward"``, or ``"backward"`` as PyTorchRL does.
+        intrinsic_direction: ``"forward"`` or ``"backward"``, see :class:`IntrinsicReturns`. PyTorchRL uses the latter.
         standardize_advantages: subtract the mean over the whole rollout and divide by the (unbiased) standard
             deviation + 1e-5.
         recompute_values: run the critic even if the policy wrote values.
-        bootstrap: use values when an episode is truncated; if False, no critic is needed and ``A = R``.
+        bootstrap: use values when an episode is truncated. If False, the advantages are ``A = R``, without a critic.
         value_key: key of the values, or parent key for several critics.
         advantage_key: key of the advantages.
         value_target_key: key of the value targets.
-        frame_stack: frames stacked along the channels of an observation; ``None`` takes it from ``envs``, else 1.
-        num_envs: number of environments; ``None`` takes it from ``envs`` or the first write.
+        frame_stack: frames stacked along the channels of an observation; ``None`` uses the number in ``envs``, or 1 if
+            ``envs`` does not have a number.
+        num_envs: number of environments; ``None`` uses the number in ``envs`` or in the first write.
         time_dim: time dimension of a written rollout; ``None`` reads the dimension names.
-        recurrent: serve whole environments; ``None`` does so if a recurrent state is stored.
+        recurrent: True for mini-batches of whole environments; ``None`` means True if a recurrent state is stored.
         recurrent_keys: root keys of recurrent states.
-        batch_keys: entries of a mini-batch; ``None`` takes all but flags and successor values.
+        batch_keys: entries of a mini-batch; ``None`` selects all except flags and successor values.
         batch_size: default batch size of ``sample``.
         generator: random generator; ``None`` seeds a new one from torch's global generator.
-        transform: a TorchRL transform, applied on write (inverse) and on mini-batches.
+        transform: a TorchRL transform of mini-batches; a write applies its inverse.
 
     Examples:
         >>> import torch
@@ -120,16 +121,16 @@ class VanillaOnPolicyBuffer(RolloutBuffer):
         gamma: float,
         truncated: Tensor | None = None,
     ) -> Values:
-        """Compute returns from time-major tensors; fill ``returns`` in place if given.
+        """Compute returns from time-major tensors, and write them to ``returns`` in place if it is given.
 
         Args:
             rewards: ``[T, N, 1]``, or ``[T + 1, N, 1]`` with an unused last row.
-            returns: ``[T, N, 1]`` or ``[T + 1, N, 1]`` to write into, or ``None``; a dict for several critics.
+            returns: output ``[T, N, 1]`` or ``[T + 1, N, 1]``, or ``None``; a dict for several critics.
             values: ``[T + 1, N, 1]`` with the bootstrap value in the last row; a dict for several critics.
             dones: terminated flags of the steps, ``[T, N, 1]``; with ``T + 1`` rows, row ``t + 1`` belongs to step
                 ``t``.
             gamma: discount.
-            truncated: truncated flags, in the layout of ``dones``.
+            truncated: truncated flags, in the same layout as ``dones``.
         """
         if isinstance(values, Mapping):
             targets = cast("Mapping[str, Tensor]", returns or {})
@@ -160,7 +161,7 @@ class VanillaOnPolicyBuffer(RolloutBuffer):
 
         Args:
             returns: ``[T, N, 1]``, or ``[T + 1, N, 1]`` with an unused last row; a dict for several critics.
-            values: the same layout, with at most one more row than ``returns``; that row is unused.
+            values: values in the same layout. If ``values`` has one more row than ``returns``, the last row is unused.
         """
         if isinstance(values, Mapping):
             targets = cast("Mapping[str, Tensor]", returns)

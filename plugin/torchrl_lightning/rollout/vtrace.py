@@ -38,7 +38,7 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
         clip_pg_rho_thres: ρ̄ of the policy-gradient term; ``None`` uses ``clip_rho_thres``.
         log_prob_key: key of the behaviour policy's log-probabilities.
         action_key: key of the actions.
-        gamma: see :class:`VanillaOnPolicyBuffer`, also for the following arguments.
+        gamma: see :class:`VanillaOnPolicyBuffer`, which also documents the remaining arguments.
 
     Examples:
         >>> buffer = VTraceBuffer(64, lmbda=0.9, clip_rho_thres=2.0)
@@ -80,7 +80,7 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
         return {**super()._documented_keys, "LogProbability": self.log_prob_key, "Action": self.action_key}
 
     def get_updated_action_log_probs(self) -> Tensor:
-        """Return the log-probabilities of the stored actions under the current actor, ``[T, N]``; update values."""
+        """Update the values, and return the current actor's log-probabilities ``[T, N]`` of the stored actions."""
         estimator = self.estimator
         self._write_inputs(estimator)
         log_prob: Tensor = self.rollout.get(estimator.current_log_prob_key)
