@@ -1,4 +1,4 @@
-"""Run a command through Hydra with little output. Imports nothing heavy, so that ``--help`` is fast."""
+"""Run a command with Hydra and little output. This module has only light imports, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ cleanup = _Cleanup()
 def run_command(name: str, task: Callable[[Any], float], *, resumes: bool = False) -> None:
     """Print the help of a command, or compose its config with Hydra and run the task, once or in a sweep.
 
-    If ``resumes`` is true, the settings of a checkpoint's run apply, and the task itself writes the record of its run.
+    If ``resumes`` is True, the config inherits the settings of a checkpoint's run, and the task itself writes the
+    record of its run.
     """
     leave_out_working_directory()
     if {"--help", "-h"} & set(sys.argv[1:]):
@@ -48,7 +49,7 @@ def run_command(name: str, task: Callable[[Any], float], *, resumes: bool = Fals
 
 @contextmanager
 def flushed_output() -> Iterator[None]:
-    """Flush the output to a pipe, and exit silently if its reader has closed it, such as ``| head``."""
+    """Flush the output, and exit silently if it is a pipe that the reader (such as ``head``) has closed."""
     try:
         yield
         sys.stdout.flush()
@@ -59,7 +60,7 @@ def flushed_output() -> Iterator[None]:
 
 def limit_threads(number: int) -> None:
     """Limit torch and NumPy to a number of threads until the task ends."""
-    import numpy  # noqa: F401  # threadpoolctl limits only loaded libraries
+    import numpy  # noqa: F401  # import first, because threadpoolctl limits only loaded libraries
     import torch
     from threadpoolctl import threadpool_limits
 
@@ -76,8 +77,8 @@ def silence_libraries() -> None:
     cleanup.callback(setattr, logging, "raiseExceptions", logging.raiseExceptions)
     logging.raiseExceptions = False
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
-        # Hydra's own handler already writes each message to the terminal and the log file. If Lightning was imported
-        # first, it stops its messages from reaching that handler.
+        # Hydra's handler already writes each message to the terminal and the log file. Lightning's messages do not
+        # reach Hydra's handler if Lightning was imported first.
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).propagate = True
     for name in (
@@ -88,11 +89,11 @@ def silence_libraries() -> None:
     ):
         logging.getLogger(name).setLevel(logging.WARNING)
     for message in (
-        # This process steps the environments: data loader workers would act with stale weights.
+        # This process steps the environments, because data loader workers would use stale weights.
         ".*does not have many workers.*",
         # Lightning uses a name that torch has deprecated.
         ".*LeafSpec.*",
-        # A resumed run correctly finds a non-empty folder, and each run tracks its own best checkpoint.
+        # The folder of a resumed run is not empty, and each run tracks its own best checkpoint.
         ".*directory .* exists and is not empty.*",
         ".*The dirpath has changed from.*",
         # The compiled extension of TorchRL is not needed.

@@ -1,8 +1,10 @@
-"""Convert user errors to one line: the relevant line of Hydra's or OmegaConf's error, the nearest name, and a hint.
+"""Report user errors in one line.
 
-:func:`run_hydra` wraps Hydra's composition and start. :func:`exit_with_one_line` wraps each task and all other
-commands. During a run, :func:`run_errors` reports a full disk, a deleted folder, and a checkpoint that cannot be
-restored.
+For an error of Hydra or OmegaConf, the line contains the relevant line of the message, the nearest name, and a hint.
+
+:func:`run_hydra` wraps the composition of a config and the start of Hydra. :func:`exit_with_one_line` wraps each task
+and all other commands. During a run, :func:`run_errors` reports a full disk, a deleted folder, and a checkpoint that
+cannot be restored.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from torchrl_lightning._core.untrusted import MESSAGE_LIMIT, printable
 from torchrl_lightning._hydra.compat import options_parser
 from torchrl_lightning._hydra.paths import BASE_DIR, CONF_DIR, EXPORT_DIR
 
-SWEEP_NOTE = "in the run "  # prefix of the note on an error in one run of a sweep
-# Map a pattern in a message of Hydra or OmegaConf to a hint; KEY is the setting.
+SWEEP_NOTE = "in the run "  # prefix of the note that is added to an error in one run of a sweep
+# Hints for patterns in messages of Hydra or OmegaConf. KEY is replaced by the setting.
 _HINTS = {
     "value for argument|Sweep parameters": "several values need --multirun; write a list as [...], and a string in "
     "quotes",
@@ -59,7 +61,7 @@ class UsageError(UserError):
 def one_line_errors(task: Callable[[Any], float]) -> Callable[[Any], float]:
     """Wrap a task so that user errors end the program with one line.
 
-    This is a function, because a ``contextmanager`` decorator holds a generator, which sweeps cannot pickle.
+    A ``contextmanager`` decorator is not used, because it contains a generator, and sweeps cannot pickle generators.
     """
 
     @wraps(task)
@@ -78,13 +80,13 @@ def run_hydra(function: Callable[[], Any]) -> Any:
     with exit_with_one_line():
         try:
             return function()
-        except (UserError, InstantiationException):  # the task reports errors in its own config
+        except (UserError, InstantiationException):  # the task reports these errors
             raise
         except HydraException as error:
             raise UsageError(format_hydra_error(error, sys.argv[1:])) from error
         except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
             frames = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-            if "one_line_task" in frames or error.__cause__ is not None:  # from the task, here or in a sweep's process
+            if "one_line_task" in frames or error.__cause__ is not None:  # the task has raised it
                 raise
             raise UsageError(format_hydra_error(error, sys.argv[1:])) from error
 
@@ -110,14 +112,14 @@ def exit_with_one_line() -> Iterator[None]:
 
 
 def plain_message(text: str) -> str:
-    """Return an error message of at most two lines, without control characters from files."""
+    """Shorten an error message to at most two lines, and remove control characters, which may come from files."""
     first, _, others = text.partition("\n")
     lines = [printable(first, MESSAGE_LIMIT), printable(" ".join(others.split()), MESSAGE_LIMIT)]
     return "\n".join(line for line in lines if line)
 
 
 def read_options(arguments: Sequence[str]) -> Namespace:
-    """Return Hydra's options of a command line and, as ``overrides``, its settings, in any order.
+    """Return Hydra's options of a command line, and its settings as ``overrides``. Options and settings can be mixed.
 
     Examples:
         >>> read_options(["seed=0,1", "--multirun", "data.num_envs=2", "--config-name", "train"]).overrides
@@ -192,7 +194,7 @@ def _line_and_hint(error: Exception, text: str, arguments: Sequence[str]) -> tup
         words = (argument.lstrip("+").partition("=") for argument in arguments)
         key = next((name for name, _, value in words if name in groups and "null" in value), "")
     if (missing_key := re.match(r"Key '([^']+)' (?:is )?not in", line)) is not None:
-        if missing_key[1] not in key.split("."):  # it is inside a part's value
+        if missing_key[1] not in key.split("."):  # the key is in the value of a part
             key = f"{key}.{missing_key[1]}"
         line = f"{key}: unknown {'group' if '/' in key else 'setting'}"
     line = line if key in line else f"{key}: {line}"
@@ -205,7 +207,10 @@ def _line_and_hint(error: Exception, text: str, arguments: Sequence[str]) -> tup
 
 
 def _did_you_mean(key: str, cause: OmegaConfBaseException | None, groups: list[str]) -> str:
-    """Return the hint for an unknown setting or group: the nearest name, the same name elsewhere, or its siblings."""
+    """Return a hint for an unknown setting or group.
+
+    The hint contains the nearest name, settings with the same last name, or the settings of the same part.
+    """
     parent: Any = None if cause is None or "/" in key else cause.parent_node
     settings = [] if parent is None else list(_setting_names(OmegaConf.to_container(parent._get_root())))
     names = [*settings, *groups]
@@ -246,7 +251,7 @@ _RESTORE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, 
 
 
 def storage_error(error: BaseException) -> str | None:
-    """Return message and remedy for a file that the system cannot write or extend; None for another error.
+    """Return message and remedy for a file that the system cannot write or extend, or None for another error.
 
     Examples:
         >>> print(storage_error(OSError(errno.EFBIG, "File too large", "last.ckpt")))
@@ -299,7 +304,7 @@ def _check_folder(folder: Path, error: OSError) -> None:
 
 
 def _is_restoring(error: BaseException) -> bool:
-    """Return True if the traceback shows an error while restoring a state; a collector restores its state late."""
+    """Return True if the traceback contains a function that restores a state. A collector restores its state late."""
     frames = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(
         code.co_name == "load_state_dict"

@@ -72,9 +72,9 @@ def evaluate(cfg: DictConfig) -> float:
 
 
 def load_run(cfg: DictConfig, trust_option: str = "trusted=true") -> tuple[Path, dict[str, Any], Any]:
-    """Return the path and content of the requested checkpoint, and its run's config, adapted to play on the CPU.
+    """Return path and content of the requested checkpoint, and the config of its run, changed for playing on the CPU.
 
-    ``trust_option`` is the option of this command that marks the checkpoint as trusted. Error messages quote it.
+    ``trust_option`` is the option of this command that marks the checkpoint as trusted. Error messages contain it.
     """
     from omegaconf import OmegaConf
 
@@ -98,7 +98,7 @@ def load_run(cfg: DictConfig, trust_option: str = "trusted=true") -> tuple[Path,
     if OmegaConf.select(run, "data.buffer.device") is not None:
         OmegaConf.update(run, "data.buffer.device", "cpu")
     if OmegaConf.select(run, "data.frames_per_update") == 0:
-        OmegaConf.update(run, "data.dataset", "unread")  # playing reads no data; any value marks offline training
+        OmegaConf.update(run, "data.dataset", "unread")  # never read; any value marks offline training
     if OmegaConf.select(run, "data.dataset_share") is not None:
         OmegaConf.update(run, "data.dataset_share", None)  # playing does not load the dataset
     return checkpoint, stored, run
@@ -116,7 +116,7 @@ def build_policy(cfg: DictConfig, stored: dict[str, Any], model: Any) -> Any:
 
 
 def rebuild_part(checkpoint: Path, run: Any, key: str, **arguments: Any) -> Any:
-    """Build a part of a checkpoint's config; raise UsageError on any error, because the file is wrong."""
+    """Build a part of a checkpoint's config. Raise UsageError on any error, because the checkpoint causes the error."""
     from torchrl_lightning.cli.config.instantiate import build_part
     from torchrl_lightning.cli.error_messages import UsageError
 
@@ -129,13 +129,13 @@ def rebuild_part(checkpoint: Path, run: Any, key: str, **arguments: Any) -> Any:
 
 
 def draw_histogram(returns: Tensor, path: Path, checkpoint: Path) -> None:
-    """Draw a histogram of the returns, with their mean."""
+    """Plot a histogram of the returns with a line at the mean."""
     from matplotlib.ticker import MaxNLocator
 
     from torchrl_lightning.plotting.figures import saved_panels
 
     mean, std = float(returns.mean()), float(returns.std(correction=0))
-    # Without a margin, equal returns would get an axis of hundredths.
+    # Without a margin, the axis for equal returns would have ticks at hundredths.
     low, high = float(returns.min()), float(returns.max())
     margin = max(0.0, 0.01 * max(abs(low), abs(high), 1.0) - (high - low)) / 2
     bins = min(20, max(5, len(returns) // 2))

@@ -1,4 +1,4 @@
-"""``torchrl-lightning-export``: write a run's policy as one file that runs without this package."""
+"""``torchrl-lightning-export``: write a run's policy to one file that is usable without this package."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def export(run: str, format: Any, output: str | None, *, trusted: bool) -> None:
 
 
 def _policy_of_run(run: str, trusted: bool) -> tuple[Any, Path]:
-    """Return the policy of a run or a checkpoint, and its folder."""
+    """Return the policy of a run or a checkpoint, and the folder of the run or checkpoint."""
     from omegaconf import OmegaConf
 
     from torchrl_lightning.cli.evaluate import build_policy, load_run, rebuild_part
@@ -75,7 +75,7 @@ def _policy_of_run(run: str, trusted: bool) -> tuple[Any, Path]:
 
 
 def _format_tensors(tensors: Mapping[str, Any]) -> str:
-    """Format the names, shapes and dtypes of tensors."""
+    """Return the names, shapes and dtypes of tensors as text."""
     return ", ".join(
         f"{name} [{', '.join(map(str, tensor['shape']))}] {tensor['dtype']}" for name, tensor in tensors.items()
     )

@@ -64,7 +64,7 @@ def inspect_path(source: Path, last: int | None = None) -> Inspection:
     """Inspect the buffer or demonstrations at a path.
 
     Raises:
-        UsageError: The path is missing, damaged, not a file of this package, or does not contain a buffer.
+        UsageError: The path is missing, is damaged, is not a file of this package, or does not contain a buffer.
     """
     from torchrl_lightning.demonstrations.io.safetensors_files import SUFFIXES
 
@@ -96,7 +96,7 @@ def _inspect_folder(folder: Path, last: int | None) -> Inspection:
     if checkpoints:
         newest = max(checkpoints, key=lambda path: (path.stat().st_mtime_ns, path.name == "last.ckpt"))
         return _inspect_checkpoint(newest, folder, last)
-    if newest_state := _newest_state(folder):  # a run without a checkpoint yet
+    if newest_state := _newest_state(folder):  # for a run that has not written a checkpoint yet
         return inspect_state(read_state_folder(newest_state, streamed=True), newest_state, last=last)
     files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES and not path.name.startswith("."))
     if files:
@@ -113,7 +113,7 @@ def _newest_state(folder: Path) -> Path | None:
 
 
 def _inspect_checkpoint(path: Path, run: Path, last: int | None) -> Inspection:
-    """Inspect the buffer of each rank, inside a checkpoint or next to it."""
+    """Inspect the buffer of each rank, which is in the checkpoint or in a file next to the checkpoint."""
     from torchrl_lightning._core.files import read_state_folder
     from torchrl_lightning.datamodules._run.snapshots import snapshot_of
     from torchrl_lightning.deploy.loading import read_checkpoint

@@ -1,4 +1,4 @@
-"""``torchrl-lightning-plot``: draw learning curves with mean and spread over seeds, or compare the runs of a sweep."""
+"""``torchrl-lightning-plot``: plot learning curves with mean and spread over seeds, or compare the runs of a sweep."""
 
 from __future__ import annotations
 
@@ -40,26 +40,28 @@ def plot_runs(
     panels: bool = False,
     title: str | None = None,
 ) -> Path:
-    """Draw a metric over environment frames, with one line per label and its spread over the runs of the label.
+    """Plot a metric over environment frames, with one mean curve for each label and the spread over the label's runs.
 
-    Runs that differ only in their seed share a label. For several runs with one seed, the latest is drawn, but runs
-    that were not ended early take precedence. A resumed run continues the curve of its checkpoint's run. The runs of a
-    label are interpolated to the union of their points. After a run ends, the mean covers the remaining runs. For
-    ``eval/return``, a star at the end of the curve marks the mean score of the evaluation after training. This
-    evaluation uses the best checkpoint if the run keeps one.
+    Runs that differ only in their seed have the same label. If several runs of a label have the same seed, only the
+    latest run is plotted. Runs that a search ended for a bad score are ignored if another run has the same seed. A
+    resumed run continues the curve of its checkpoint's run. The runs of a label are interpolated to the union of their
+    points. After the end of a run, the mean covers the remaining runs.
+
+    For ``eval/return``, a star at the end of the curve marks the mean score of the evaluation after training. This
+    evaluation uses the best checkpoint if the run keeps a best checkpoint.
 
     Args:
         sources: CSV files, or folders to search recursively for ``metrics.csv``.
         output: The output file; its suffix selects the format.
-        metric: Column to draw.
-        x: Column of the x axis. Lightning's ``step`` contains environment frames, or updates if the run does not count
-            frames (:class:`~torchrl_lightning.RolloutMetricsLogger` makes Lightning count frames).
-        labels: One for each source. The default is the experiment and overrides in Hydra's record, without the seed,
-            or else the folder above ``seed_...``.
+        metric: Column to plot.
+        x: Column of the x axis. Lightning's ``step`` counts environment frames if the run has a
+            :class:`~torchrl_lightning.RolloutMetricsLogger`, otherwise updates.
+        labels: A label for each source. By default, labels contain the experiment and overrides in Hydra's record,
+            without the seed. If the record is missing, the folder above ``seed_...`` is the label.
         smooth: Length of the centred moving average, in points of a run.
-        band: Spread around the mean: ``"range"`` from the lowest to the highest run, ``"std"``, or ``"none"``;
-            ``"iqm"`` draws the mean of the middle half of the runs instead, and its bootstrapped 95 % interval.
-        panels: Draw each label in a separate panel, for returns with different scales.
+        band: Spread around the mean: ``"range"`` from the lowest to the highest run, ``"std"``, or ``"none"``.
+            ``"iqm"`` replaces the mean by the mean of the middle half of the runs, with a bootstrapped 95 % interval.
+        panels: Plot each label in a separate panel, for returns with different scales.
         title: The title above the figure.
 
     Returns:
@@ -67,7 +69,7 @@ def plot_runs(
 
     Raises:
         FileNotFoundError: A source does not exist or does not contain ``metrics.csv``.
-        KeyError: No run of a source has the columns; the message lists the existing columns.
+        KeyError: All runs of a source lack a column. The message lists the existing columns.
         ValueError: Another argument is out of range, or a file is not a table of numbers.
     """
     if smooth < 1:
@@ -96,7 +98,10 @@ def _smooth(curve: Curve, length: int) -> Curve:
 
 
 def _interpolate(curves: Iterable[Curve]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Interpolate runs to the union of their points: x ``[P]`` and values ``[runs, P]``, NaN outside a run's range."""
+    """Interpolate runs to the union of their points.
+
+    Return x ``[P]`` and values ``[runs, P]``, which are NaN outside the range of a run.
+    """
     curves = list(curves)
     grid = np.unique(np.concatenate([curve.x for curve in curves]))
     return grid, np.stack([np.interp(grid, c.x, c.y, left=np.nan, right=np.nan) for c in curves])
@@ -105,7 +110,7 @@ def _interpolate(curves: Iterable[Curve]) -> tuple[NDArray[np.float64], NDArray[
 def interquartile_mean(values: NDArray[Any]) -> NDArray[np.float64]:
     r"""Return the mean of the middle half of the last axis ``[*B, n]``, without \(n / 4\) values at each end.
 
-    If \(n / 4\) is not an integer, the outermost remaining values count partially (Agarwal et al., 2021).
+    If \(n / 4\) is not an integer, the outermost remaining values have a smaller weight (Agarwal et al., 2021).
 
     Examples:
         >>> float(interquartile_mean(np.array([0.0, 1.0, 2.0, 9.0])))
@@ -119,10 +124,10 @@ def interquartile_mean(values: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def bootstrap_interval(values: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return interquartile means over seeds and their 95 % intervals, from a bootstrap with a fixed random seed.
+    """Return interquartile means over seeds and their 95 % intervals from a bootstrap with a fixed random seed.
 
     Args:
-        values: Scores ``[n, P]`` with a row for each seed; NaN for missing scores.
+        values: Scores ``[n, P]`` with a row for each seed. Missing scores are NaN.
 
     Returns:
         Three arrays ``[P]``: mean, lower end and upper end of the interval.
@@ -158,7 +163,7 @@ def _draw(
         for axes in grid:
             axes.set(xlabel=units if x == "step" else printable(x), ylabel=printable(metric))
             if x == "step":
-                axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k, 1.5M
+                axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # for example 200k and 1.5M
             if not panels:
                 axes.legend(frameon=False)
 
@@ -171,7 +176,7 @@ def _draw_group(axes: Any, label: str, curves: list[Curve], band: Band, color: s
         mean = np.nanmean(values, axis=0)
     axes.plot(grid, mean, color=color, label=label, linewidth=1.8, marker="o" if len(grid) == 1 else None)
     scores = [curve.score for curve in curves if curve.score is not None]
-    if scores:  # the scores that the table of the runs reports
+    if scores:  # the same scores as in the table of the runs
         score = interquartile_mean(np.array(scores)) if band == "iqm" else np.mean(scores)
         axes.plot(grid[-1], score, color=color, marker="*", markersize=11, clip_on=False, zorder=3)
     if len(curves) == 1 or band == "none":
@@ -185,7 +190,7 @@ def _draw_group(axes: Any, label: str, curves: list[Curve], band: Band, color: s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw curves or compare runs; return the exit status."""
+    """Plot curves or compare runs, and return the exit status."""
     leave_out_working_directory()
     parser = argparse.ArgumentParser(
         prog="torchrl-lightning-plot",

@@ -18,9 +18,9 @@ _PATIENCE = 5.0  # seconds until the status of an ended process is known
 
 @contextmanager
 def reported_rank_failures(trainer: Any) -> Iterator[None]:
-    """End this process with one line if another rank has ended; the rank that failed reports its own error.
+    """End this process with one line if another rank has ended. The failed rank reports its own error.
 
-    The status is the status of the first rank that has ended, if this process has launched it, else 1.
+    The exit status is the status of the first rank that has ended, or 1 if another process launched that rank.
     """
     parent = os.getppid()
     try:
@@ -40,7 +40,7 @@ def reported_rank_failures(trainer: Any) -> Iterator[None]:
 
 
 def _ended_rank() -> tuple[int | None, int]:
-    """Return the first launched rank that has ended with an error, and its status as a shell reports it."""
+    """Return the first rank that this process launched and that has ended with an error, and its exit status."""
     deadline = time.monotonic() + (_PATIENCE if rank_stop.processes else 0.0)
     while True:
         for rank, process in enumerate(rank_stop.processes, 1):

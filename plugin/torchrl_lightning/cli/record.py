@@ -1,4 +1,4 @@
-"""``torchrl-lightning-record``: record demonstrations, list a directory of them, or convert them for Minari."""
+"""``torchrl-lightning-record``: record demonstrations, list a directory's demonstrations, or convert them to Minari."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _convert(cfg: DictConfig, env: Any) -> float:
 
 
 def _build_environment(cfg: DictConfig) -> Any:
-    """Return the selected environment recipe, after building the environment once; None without a selection."""
+    """Return the selected environment recipe, or None without a selection. Build the environment once as a test."""
     from omegaconf import OmegaConf
 
     from torchrl_lightning.cli.config.instantiate import build_part, setting_errors
@@ -128,7 +128,7 @@ def _load_checkpoint_policy(cfg: DictConfig) -> tuple[Any, Policy]:
 
 
 def scripted_policy(path: str, env: Any, *, clip_actions: bool = False) -> Policy:
-    """Import ``module:function``, which maps an observation to an action, as a policy of one environment.
+    """Import ``module:function``, a function from observation to action, as a policy for one environment.
 
     The function receives the observation as a NumPy array or a dict of arrays, and must return a valid action of the
     environment. With ``clip_actions``, the action may exceed the bounds.
@@ -229,7 +229,7 @@ def _free_path(folder: Path) -> Path:
 
 
 def show_table(folder: Path, env: Any) -> float:
-    """Print a table of the demonstrations in a directory, with the error of each; return the mean return."""
+    """Print a table of the demonstrations in a directory with their errors, and return the mean return."""
     from torchrl_lightning.cli.error_messages import UsageError
     from torchrl_lightning.demonstrations.io.recording import demonstration_specs
     from torchrl_lightning.demonstrations.io.safetensors_files import SUFFIXES

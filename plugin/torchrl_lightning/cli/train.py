@@ -1,4 +1,4 @@
-"""``torchrl-lightning-train``: train an agent from a config, evaluate it and draw its learning curve."""
+"""``torchrl-lightning-train``: train an agent from a config, evaluate the agent, and plot the learning curve."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run the command; return the mean evaluation return to a sweeper, which maximises it."""
+    """Run the command; return the mean evaluation return, which a sweeper maximises."""
     run_command("train", train, resumes=True)
 
 
@@ -40,8 +40,8 @@ def train(cfg: DictConfig) -> float:
     if HydraConfig.initialized() and not is_follower():
         cleanup.enter_context(locked(folder := Path(cfg.paths.output_dir)))
         cleanup.enter_context(run_errors(folder.absolute(), cfg.ckpt_path))
-        record.write(folder, replace=False)  # the record of an earlier run stays until this one begins
-    # The heavy imports follow the checks above, so that config mistakes are reported immediately.
+        record.write(folder, replace=False)  # keep the record of an earlier run until training begins
+    # Import slow libraries only after the checks above, so that config mistakes are reported immediately.
     import_libraries()
     import lightning as L
     from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -73,8 +73,8 @@ def train(cfg: DictConfig) -> float:
         callbacks.append(init_from)
     loggers = [build_part(cfg, f"logger.{name}") for name in cfg.logger]
     trainer = build_part(cfg, "trainer", callbacks=callbacks, logger=loggers)
-    # Compare first: Lightning loads weights before the data's state, and its error for a changed environment would
-    # name only tensor shapes.
+    # Compare the checkpoint before Lightning loads it. Lightning loads weights before the data's state, so that its
+    # error for a changed environment would contain only tensor shapes.
     compare = None
     if stored is not None:
         path = Path(cfg.ckpt_path)
@@ -104,7 +104,7 @@ def train(cfg: DictConfig) -> float:
     start = time.perf_counter()
     with reported_rank_failures(trainer), requeued_on_signal() if trainer.world_size == 1 else rank_stop.requeued():
         trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
-        if trainer.received_sigterm:  # during the last batch
+        if trainer.received_sigterm:  # a signal during the last batch
             raise SIGTERMException
     seconds = time.perf_counter() - start
 
@@ -120,7 +120,7 @@ def train(cfg: DictConfig) -> float:
 
 
 def load_weights(model: Any, data: Any, trainer: Any, which: str) -> str | None:
-    """Load weights and normalisation moments of the best policy, and return its path; None keeps the last policy."""
+    """Load the weights and moments of the best policy and return its path. Return None to keep the last policy."""
     from torchrl_lightning._core.checkpoint_reader import load_checkpoint
 
     paths = (getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks)
@@ -136,7 +136,7 @@ def load_weights(model: Any, data: Any, trainer: Any, which: str) -> str | None:
 def report(
     cfg: DictConfig, episodes: TensorDict, checkpoint: str | None, clock: tuple[int, str], seconds: float
 ) -> None:
-    """Draw the learning curve, and print the paths of all outputs and the evaluation results."""
+    """Plot the learning curve, and print the paths of all outputs and the evaluation results."""
     from torchrl_lightning.cli.plot import plot_runs
 
     folder = Path(cfg.paths.output_dir)
@@ -153,7 +153,7 @@ def report(
 
 
 def summary(episodes: TensorDict, clock: tuple[int, str], seconds: float) -> str:
-    """Format the last output line of a run, for people and scripts."""
+    """Return the last output line of a run in a format for people and scripts."""
     returns = episodes["episode_return"].double()
     digits = 1 if returns.abs().max() >= 10 else 3  # one digit is too coarse for returns of 0 or 1
     count, unit = clock

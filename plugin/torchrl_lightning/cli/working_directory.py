@@ -1,6 +1,6 @@
-"""Import modules of the working directory after all installed modules, because the folder may be untrusted.
+"""Search the working directory for modules only after all installed packages, because it may be untrusted.
 
-Imports nothing heavy.
+This module has only light imports.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def leave_out_working_directory() -> None:
 def append_working_directory() -> None:
     """Put the working directory last on the import path, after all installed packages.
 
-    Hydra searches its plugins first, so that none comes from the working directory. Worker processes inherit the order.
+    Hydra's plugins are loaded first, so that Hydra does not load a plugin from the working directory. Worker processes
+    inherit the order.
     """
     from hydra.core.plugins import Plugins
 
@@ -46,8 +47,9 @@ def append_working_directory() -> None:
 class InstalledFirst(PathFinder):
     """Find modules on the import path, and use ``folder`` only for modules that are not found elsewhere.
 
-    Python prefers any package with an ``__init__.py`` on the path to an installed package without this file, such as
-    ``mpl_toolkits``. Entry points are never read from the folder, because libraries import them automatically.
+    The last position on the path is not sufficient. Python prefers any package with an ``__init__.py`` to an installed
+    package without this file, such as ``mpl_toolkits``. Entry points in ``folder`` are ignored, because libraries
+    import entry points automatically.
     """
 
     folder = ""

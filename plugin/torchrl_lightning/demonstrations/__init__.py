@@ -1,4 +1,4 @@
-"""PPO with demonstrations: stored and ranked trajectories, replayed in place of an environment's own episodes.
+"""PPO with demonstrations: store and rank trajectories, and replay them in place of an environment's own episodes.
 
 The storage, writer, sampler and buffer of demonstrations are in this folder. Replay in environments is in ``replay``,
 and files and recordings are in ``io``.

@@ -6,4 +6,4 @@ from torchrl_lightning._core.errors import UserError
 
 
 class DemonstrationFault(UserError):
-    """Demonstrations cannot be used; the message is one line with the responsible setting and the remedy."""
+    """Demonstrations cannot be used. The message is one line with the responsible setting and the remedy."""

@@ -15,10 +15,13 @@ Schedule = Literal["linear", "current"]
 class DemonstrationAnnealing(ConfigSafe):
     """The schedule that moves probability from value demonstrations (phi) to reward demonstrations (rho).
 
-    ``linear``, as published: each success moves ``1 / value_capacity`` of phi, and lowers the capacity of ``D_V`` by
-    one: ``rho_k = rho_0 + k phi_0 / value_capacity``, ``phi_k = phi_0 (1 - k / value_capacity)``. ``current``, as in
-    PyTorchRL: each success moves ``1 / |D_V|`` of phi, with the present size of ``D_V``, until it is empty. Phi then
-    reaches 0 earlier, and only reward demonstrations take capacity from ``D_V``.
+    ``linear`` is the published schedule. Each success moves ``1 / value_capacity`` of phi, and lowers the capacity of
+    ``D_V`` by one. After ``k`` successes, ``rho_k = rho_0 + k phi_0 / value_capacity`` and
+    ``phi_k = phi_0 (1 - k / value_capacity)``.
+
+    ``current`` is the schedule of PyTorchRL. Each success moves ``1 / |D_V|`` of phi, with the current size of
+    ``D_V``, until ``D_V`` is empty. Phi then reaches 0 earlier, and only reward demonstrations take capacity from
+    ``D_V``.
 
     Args:
         value_capacity: The capacity of ``D_V`` before the first success.
@@ -46,14 +49,14 @@ class DemonstrationAnnealing(ConfigSafe):
         """Return the share of phi that has moved to rho, in ``[0, 1]``.
 
         Args:
-            before: The share before the last success.
+            before: The moved share before the last success.
             successes: The number of successes, including the last one.
             num_value: The number of value demonstrations after the last success.
         """
         if self.schedule == "linear":
             return min(1.0, successes / self.value_capacity) if self.value_capacity else 1.0
         moved = before + 1 / num_value if num_value else before
-        return moved if moved < 1 - 1e-9 else 1.0  # rounding can leave a sum of n terms 1 / n below 1
+        return moved if moved < 1 - 1e-9 else 1.0  # with rounding, n terms of 1 / n can sum to less than 1
 
     def remaining_capacity(self, successes: int) -> int:
         """Return the capacity of ``D_V`` after a number of successes."""

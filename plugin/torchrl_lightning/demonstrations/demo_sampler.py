@@ -1,4 +1,4 @@
-"""Draw the next episode of an environment: a replayed demonstration, or the policy's own steps."""
+"""Sample the next episode of an environment: a replayed demonstration, or the policy's own steps."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from torchrl_lightning.demonstrations.trajectory import Demonstration
 
 
 class DemonstrationSampler(Stateful, GeneratorMixin):
-    """Draw the demonstration to replay at the start of an episode.
+    """Sample the demonstration to replay at the start of an episode.
 
-    It is not a TorchRL sampler: those draw batches of cells, this one draws at most one demonstration.
+    This class is not a TorchRL sampler. TorchRL samplers draw batches of cells; this class draws at most one
+    demonstration.
 
     Args:
         rho: The probability of a reward demonstration before the first success; see ``human_share``.
         phi: The probability of a value demonstration before the first success. A demonstration with the largest value
             ``v`` is drawn with ``P ~ max(v, 0) ** alpha``, or uniformly if no value is positive. Successes move
-            ``phi`` to ``rho``, see :class:`DemonstrationAnnealing`; their sum is constant. With the remaining
-            probability, or if the storage has no demonstration of the drawn kind, nothing is replayed.
-        alpha: The exponent of the values; a larger one prefers higher values.
+            ``phi`` to ``rho``, see :class:`DemonstrationAnnealing`. The sum of ``rho`` and ``phi`` is constant.
+            Nothing is replayed with the remaining probability ``1 - rho - phi``, or if the storage lacks
+            demonstrations of the drawn kind.
+        alpha: The exponent of the values. A larger exponent prefers higher values.
         human_share: The minimum share of human demonstrations among the drawn reward demonstrations. With 0, all reward
             demonstrations are equally likely.
         generator: The random generator; ``None`` seeds one from torch's global generator.
@@ -99,10 +101,10 @@ class DemonstrationSampler(Stateful, GeneratorMixin):
         return self.rho + storage.annealed * self.phi, self.phi * (1.0 - storage.annealed)
 
     def set_probabilities(self, rho: float | None = None, phi: float | None = None, alpha: float | None = None) -> None:
-        """Set rho or phi before the first success, or alpha.
+        """Set alpha, and the probabilities rho and phi before the first success. None keeps a value.
 
         Raises:
-            ValueError: A value, or the sum of rho and phi, is out of range; nothing was changed.
+            ValueError: A value, or the sum of rho and phi, is out of range. Nothing was changed.
         """
         requested, current = (rho, phi, alpha), (self.rho, self.phi, self.alpha)
         self._rho, self._phi, self._alpha = _validate_probabilities(
@@ -110,7 +112,7 @@ class DemonstrationSampler(Stateful, GeneratorMixin):
         )
 
     def draw(self, storage: DemonstrationStorage) -> Demonstration | None:
-        """Draw the demonstration to replay in the next episode; None if the environment plays its own.
+        """Sample the demonstration to replay in the next episode; return None if nothing is replayed.
 
         Each call draws exactly two random numbers.
         """
@@ -139,7 +141,7 @@ class DemonstrationSampler(Stateful, GeneratorMixin):
 
 
 def value_probabilities(values: Sequence[float], alpha: float) -> Tensor:
-    """Return ``P ~ max(v, 0) ** alpha`` of each value, float64; uniform if no value is positive.
+    """Return the probability ``P ~ max(v, 0) ** alpha`` of each value in float64, uniform if no value is positive.
 
     Examples:
         >>> value_probabilities([1e300, 2e300, -5.0], alpha=2).tolist()
@@ -155,6 +157,6 @@ def value_probabilities(values: Sequence[float], alpha: float) -> Tensor:
 
 def _validate_probabilities(rho: float, phi: float, alpha: float) -> tuple[float, float, float]:
     rho, phi = fraction(rho, "rho"), fraction(phi, "phi")
-    if rho + phi > 1 + 1e-9:  # rounding can lift the sum of decimal fractions above 1
+    if rho + phi > 1 + 1e-9:  # rounding can raise the sum of decimal fractions above 1
         raise ValueError(f"rho + phi must be at most 1, got rho={rho} and phi={phi}; lower one of them.")
     return rho, phi, non_negative(alpha, "alpha")

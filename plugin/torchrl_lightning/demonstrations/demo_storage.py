@@ -12,16 +12,16 @@ from torchrl_lightning.demonstrations.trajectory import Demonstration
 
 
 class DemonstrationStorage(Stateful):
-    """Store complete trajectories of any length: ``D_R``, the reward demonstrations, and ``D_V``, the value ones.
+    """Store complete trajectories of any length as reward demonstrations ``D_R`` and value demonstrations ``D_V``.
 
-    It is not a TorchRL storage: demonstrations do not have cell numbers. :class:`DemonstrationWriter` fills it and
-    decides which demonstration replaces another. :class:`DemonstrationSampler` draws from it.
+    This class is not a TorchRL storage, because demonstrations do not have cell numbers. :class:`DemonstrationWriter`
+    fills it and selects the demonstrations to replace. :class:`DemonstrationSampler` draws from it.
 
     Args:
         capacity: The maximum number of demonstrations of both kinds together.
 
     Attributes:
-        reward_demonstrations: ``D_R``, human demonstrations first, then in order of arrival.
+        reward_demonstrations: ``D_R``: first the human demonstrations, then all others in order of arrival.
         value_demonstrations: ``D_V``, in order of arrival.
         successes: The number of the agent's episodes that were admitted to ``D_R``.
         annealed: The share of the probability of ``D_V`` that has moved to ``D_R``, see
@@ -63,7 +63,7 @@ class DemonstrationStorage(Stateful):
         return sum(demo.is_human for demo in self.reward_demonstrations)
 
     def find(self, serial: int) -> Demonstration | None:
-        """Return the demonstration with this serial number; None if it was dropped."""
+        """Return the demonstration with this serial number, or None if it was dropped."""
         demos = (*self.reward_demonstrations, *self.value_demonstrations)
         return next((demo for demo in demos if demo.serial == serial), None)
 
@@ -74,13 +74,13 @@ class DemonstrationStorage(Stateful):
         successes: int | None = None,
         annealed: float | None = None,
     ) -> None:
-        """Replace the content in one step, and number the demonstrations without a serial number.
+        """Replace the content in one step, and assign missing serial numbers.
 
         Args:
-            reward: ``D_R``; human demonstrations move to its front.
-            value: ``D_V``.
-            successes: The number of successes; None keeps the present number.
-            annealed: The moved share of probability; None keeps the present share.
+            reward: The new ``D_R``. Human demonstrations move to its front.
+            value: The new ``D_V``.
+            successes: The number of successes. None keeps the current number.
+            annealed: The moved share of probability. None keeps the current share.
 
         Raises:
             ValueError: There are more demonstrations than ``capacity``.

@@ -1,4 +1,4 @@
-"""Select the episodes that are stored as demonstrations, and the ones that they replace."""
+"""Select the episodes to store as demonstrations, and the stored demonstrations to replace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrl_lightning.demonstrations.trajectory import Demonstration
 
 
 def check_threshold(value: Any, name: str) -> float | None:
-    """Return the lowest return of a success, None for no threshold."""
+    """Validate a reward threshold, which is a finite number or None."""
     try:
         return optional(finite)(value, name)
     except ValueError:
@@ -28,25 +28,28 @@ class DemonstrationWriter(Stateful):
     """Add episodes to a :class:`DemonstrationStorage`.
 
     An agent's episode is a success and enters ``D_R`` if its return reaches the threshold. If the return exceeds all
-    returns in ``D_R`` by more than rounding, the episode replaces the agent's demonstrations there. All other episodes
-    enter ``D_V``. Above the capacity, the demonstration with the lowest value leaves ``D_V`` first; then the agent's
-    longest demonstration leaves ``D_R``. Of two equal ones the older leaves. Human demonstrations always stay. With
-    each success the threshold rises to the lowest return in ``D_R``; it never falls. Each success also moves
-    probability from ``D_V`` to ``D_R``, see :class:`DemonstrationAnnealing`.
+    returns in ``D_R`` by more than rounding, the episode replaces the agent's demonstrations in ``D_R``. All other
+    episodes enter ``D_V``. Each success raises the threshold to the lowest return in ``D_R``. The threshold never
+    falls. Each success also moves probability from ``D_V`` to ``D_R``, see :class:`DemonstrationAnnealing`.
 
-    It is not a TorchRL writer: those choose the cells of rows, this one selects episodes.
+    Above the capacity, the demonstration with the lowest value leaves ``D_V``. If ``D_V`` is empty, the agent's
+    longest demonstration leaves ``D_R``. If two demonstrations are equal, the older one leaves. Human demonstrations
+    always stay.
+
+    This class is not a TorchRL writer. TorchRL writers choose the cells of rows; this class selects episodes.
 
     Args:
         storage: The storage to fill.
-        reward_threshold: The lowest return of a success; ``0.0`` is a valid threshold. With ``None`` it is the lowest
-            return of the loaded demonstrations; without demonstrations the first episode is a success.
-        cut_after_reward: Cut an episode after its last positive reward. An episode without one stays complete.
+        reward_threshold: The lowest return of a success; ``0.0`` is a valid threshold. ``None`` uses the lowest return
+            of the loaded demonstrations. Without loaded demonstrations, the first episode is a success.
+        cut_after_reward: Cut an episode after its last positive reward. An episode without a positive reward stays
+            complete.
         annealing: ``linear`` or ``current``, see :class:`DemonstrationAnnealing`.
         value_capacity: The capacity of ``D_V`` before the first success; ``None`` is the storage's capacity minus one.
         sampler: The sampler that draws from the storage. While its phi is 0, no value demonstration is stored.
 
     Attributes:
-        threshold: The present lowest return of a success; ``-inf`` without a threshold.
+        threshold: The current lowest return of a success; ``-inf`` without a threshold.
 
     Raises:
         ValueError: The threshold is not finite, the value capacity is negative, the annealing is unknown, or a setting
@@ -98,7 +101,7 @@ class DemonstrationWriter(Stateful):
             check_defaults(
                 f"without {requirement}", f"give {requirement}", **schedule, value_capacity=(value_capacity, None)
             )
-        if not initial_capacity:  # without value demonstrations "current" never moves probability
+        if not initial_capacity:  # without value demonstrations, the schedule "current" never moves probability
             check_defaults("with value_capacity=0", "give a larger value_capacity (storage capacity)", **schedule)
 
     def _check_threshold(self, value: float, name: str) -> float:
@@ -109,10 +112,10 @@ class DemonstrationWriter(Stateful):
         return float(value)
 
     def load(self, demonstrations: Sequence[Demonstration]) -> None:
-        """Add demonstrations to ``D_R`` unchanged and without counting a success.
+        """Add demonstrations to ``D_R`` without changing them or counting a success.
 
         Raises:
-            ValueError: They exceed the capacity together with the stored human ones; nothing was changed.
+            ValueError: The demonstrations and the stored human demonstrations exceed the capacity. Nothing was changed.
         """
         num_human = self.storage.num_human
         if num_human + len(demonstrations) > self.storage.capacity:
@@ -126,10 +129,11 @@ class DemonstrationWriter(Stateful):
         self._raise_threshold()
 
     def add(self, episode: Demonstration) -> Literal["reward", "value"] | None:
-        """Add a copy of an agent's episode to the storage if the rules admit it.
+        """Add a copy of an agent's episode to the storage if the rules admit the episode.
 
         Returns:
-            The set that stores it, or None. A success counts even if the capacity rule drops it immediately.
+            ``"reward"`` or ``"value"`` for the set that stores the episode, or None. A success counts even if the
+            capacity rule drops the episode immediately.
 
         Raises:
             ValueError: The episode is a human demonstration; nothing was changed.
@@ -155,7 +159,7 @@ class DemonstrationWriter(Stateful):
         return None if not is_stored else "reward" if is_success else "value"
 
     def anneal(self) -> None:
-        """Move probability and drop value demonstrations, as after one more success."""
+        """Move probability and drop value demonstrations, as if the agent had one more success."""
         self._store([*self.storage.reward_demonstrations], [*self.storage.value_demonstrations], is_success=True)
 
     def make_room(self) -> None:
@@ -169,7 +173,7 @@ class DemonstrationWriter(Stateful):
         is_success: bool,
         episode: Demonstration | None = None,
     ) -> bool:
-        """Store the demonstrations within the capacity and count a success; return whether ``episode`` is stored."""
+        """Store the demonstrations within the capacity and count a success; return True if ``episode`` is stored."""
         storage = self.storage
         successes, annealed = storage.successes + is_success, storage.annealed
         reward, value = self._within_capacity(reward, value, successes)
@@ -187,7 +191,7 @@ class DemonstrationWriter(Stateful):
         """Set the value of a replayed demonstration to the critic's new largest estimate.
 
         Returns:
-            Whether the demonstration is still stored; if not, nothing changes.
+            True if the demonstration is still stored. Otherwise nothing changes.
 
         Raises:
             ValueError: ``value`` is NaN or infinity; nothing was changed.

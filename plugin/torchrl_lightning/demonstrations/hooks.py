@@ -1,4 +1,4 @@
-"""Rollout hooks of a buffer with demonstrations: replay, mine, save and read them."""
+"""Rollout hooks of a buffer that replay, mine, save and read demonstrations."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ class DemonstrationHooks(Stateful, RolloutHooks):
 
     Args:
         settings: the directories, the number of saved demonstrations, and the replay options.
-        writer: selects the stored demonstrations; it has their storage.
-        sampler: draws the replayed demonstrations.
-        frame_skip: frames of one step; None reads them from the environment in :meth:`attach`.
+        writer: selects the demonstrations to store, and contains the storage.
+        sampler: draws the demonstrations to replay.
+        frame_skip: number of frames in one step; None reads the number from the environment in :meth:`attach`.
     """
 
     OWNER, VERSION = "demonstrations", 1
@@ -104,15 +104,15 @@ class DemonstrationHooks(Stateful, RolloutHooks):
     ) -> None:
         self.settings, self.storage, self.writer, self.sampler = settings, writer.storage, writer, sampler
         self.frame_skip = frame_skip
-        """Frames of one step; None until :meth:`attach` reads them from the environment."""
+        """Number of frames in one step; None until :meth:`attach` reads the number from the environment."""
         self._make_replay(1, 1)  # validates the options
         self._specs: EnvironmentSpecs | None = None
         self._recipe: EnvironmentRecipe | None = None
         self.replay: DemonstrationReplay | None = None
         """The replay for a collector; None before :meth:`attach`."""
-        self._miners: dict[int, DemonstrationMiner] = {}  # by the first environment of each worker
+        self._miners: dict[int, DemonstrationMiner] = {}  # keys: the first environment of each worker
         self._supplementary: DemonstrationDirectory | None = None
-        self._waiting: list[Demonstration] = []  # read from that directory, not loaded yet
+        self._waiting: list[Demonstration] = []  # read from the supplementary directory, not loaded yet
         self._target: DemonstrationDirectory | None = None
         self._is_wrapped = False  # True if TorchRL steps the environment with the policy's actions
         self._collected: TensorDictBase | None = None
@@ -173,7 +173,7 @@ class DemonstrationHooks(Stateful, RolloutHooks):
             )
 
     def wrap_env(self, env: Any) -> Any:
-        """Wrap a TorchRL environment with the replay; other environments' collectors use :attr:`replay`."""
+        """Wrap a TorchRL environment with the replay. Collectors of other environments use :attr:`replay`."""
         if not isinstance(env, EnvBase) or self.replay is None:
             return env
         self._is_wrapped = True
@@ -184,11 +184,11 @@ class DemonstrationHooks(Stateful, RolloutHooks):
         return DemonstrationActor(policy, self.settings.log_prob) if self._is_wrapped else policy
 
     def on_collected(self, rollout: TensorDictBase) -> None:
-        """Use the collected ``rollout``, ``[N, T]``, for mining instead of the stored one."""
+        """Use the collected ``rollout``, ``[N, T]``, for mining instead of the stored rollout."""
         self._collected = rollout
 
     def on_estimated(self, rollout: TensorDictBase, value_key: NestedKey) -> None:
-        """Mine a rollout, save and read demonstrations, once for each rollout."""
+        """Mine a rollout, and save and read demonstrations. Each rollout is used once."""
         if self._is_tracked or self._specs is None:
             return
         self._is_tracked = True
@@ -206,8 +206,8 @@ class DemonstrationHooks(Stateful, RolloutHooks):
     def metrics(self, rollout: TensorDictBase | None) -> dict[str, float]:
         """Return the number of demonstrations, their probabilities, and statistics of the last rollout.
 
-        ``demos/D_R`` and ``demos/D_V`` are ``|D_R|`` and ``|D_V|``; ``demos/replayed`` is the share of replayed
-        steps, ``demos/success`` the share of successes among the agent's finished episodes.
+        ``demos/D_R`` and ``demos/D_V`` are ``|D_R|`` and ``|D_V|``. ``demos/replayed`` is the share of replayed
+        steps. ``demos/success`` is the share of successes among the agent's finished episodes.
         """
         rho, phi = self.sampler.probabilities(self.storage)
         kinds = {"R": self.storage.reward_demonstrations, "V": self.storage.value_demonstrations}
@@ -226,7 +226,7 @@ class DemonstrationHooks(Stateful, RolloutHooks):
         return values
 
     def choose(self, env_id: int) -> Demonstration | None:
-        """Draw and schedule the demonstration for an environment's next episode; None if none is replayed."""
+        """Return a sampled demonstration for an environment's next episode, or None, and schedule the replay."""
         self.require_specs()
         assert self.replay is not None
         return self.replay.choose(env_id)
@@ -234,7 +234,7 @@ class DemonstrationHooks(Stateful, RolloutHooks):
     # ---- mining ------------------------------------------------------------------------------------------------------
 
     def mine(self, rows: TensorDictBase) -> None:
-        """Track the episodes of a rollout ``[T, N]`` with values, and add the finished ones as demonstrations."""
+        """Track the episodes of a rollout ``[T, N]`` with values, and add finished episodes as demonstrations."""
         ids = env_ids(rows, time_dim=0)
         first = 0 if ids is None else int(ids[0])
         if first not in self._miners:
@@ -281,14 +281,14 @@ class DemonstrationHooks(Stateful, RolloutHooks):
         return DemonstrationDirectory(path, self.require_specs(), self.frame_skip or 1, recipe=self._recipe, **options)
 
     def read(self, path: str | Path) -> Demonstration:
-        """Read a demonstration and check that it fits the environment, without storing it."""
+        """Read and return a demonstration without storing it, and check that it fits the environment."""
         specs = self.require_specs()
         demonstration = read_demonstration(path, specs)
         demonstration.fits(specs, self.frame_skip or 1, self._recipe)
         return demonstration
 
     def load_initial(self) -> None:
-        """Replace all stored demonstrations by the content of the initial directories; see :meth:`attach`."""
+        """Replace all stored demonstrations by the demonstrations in the initial directories; see :meth:`attach`."""
         human = self._read_initial("initial_human_demos_dir", is_human=True)
         agent = self._read_initial("initial_agent_demos_dir", is_human=False)
         capacity = self.storage.capacity
@@ -310,7 +310,7 @@ class DemonstrationHooks(Stateful, RolloutHooks):
             raise DemonstrationFault(f"{name}={path}: {error}") from error
 
     def load_supplementary(self) -> None:
-        """Load new demonstrations from the supplementary directory if their return reaches the threshold."""
+        """Load new demonstrations from the supplementary directory; skip returns below the threshold."""
         if self._supplementary is None:
             return
         demonstrations: list[Demonstration] = []
@@ -344,8 +344,8 @@ class DemonstrationHooks(Stateful, RolloutHooks):
     def save(self) -> None:
         """Save the agent's best demonstrations into the target directory, in place of the previous save.
 
-        ``reward_demo_1.safetensors`` has the highest return; of equal returns the newest is first. With
-        ``save_value_demos``, ``value_demo_1.safetensors`` has the highest value.
+        ``reward_demo_1.safetensors`` has the highest return. If returns are equal, the newest demonstration is first.
+        With ``save_value_demos``, ``value_demo_1.safetensors`` has the highest value.
         """
         rank = 0 if self.settings.shared_demos else this_rank()
         if self.settings.target_agent_demos_dir is None or (self.settings.shared_demos and this_rank() > 0):

@@ -25,16 +25,16 @@ from torchrl_lightning.environments import EnvironmentSpecs
 from torchrl_lightning.environments.env_ids import id_changes
 from torchrl_lightning.rollout.rollout_writer import time_major
 
-NOT_REPLAYED = -1  # replaces the serial number in steps without a replay
+NOT_REPLAYED = -1  # stored instead of a serial number in steps without a replay
 
 
 @dataclass(frozen=True)
 class FinishedEpisode:
-    """A finished episode of the agent, or a finished replay of a demonstration, with its largest state value.
+    """A finished episode of the agent, or a finished replay of a demonstration, and its largest state value.
 
     Attributes:
         serial: The serial number of the replayed demonstration.
-        value: The present largest value of its states.
+        value: The current largest value of the episode's states.
         demonstration: The agent's episode; None for a replay.
     """
 
@@ -49,7 +49,7 @@ class FinishedEpisode:
 
 @dataclass(frozen=True)
 class _Episode:
-    """A running episode: the agent's own steps, or a replay of the demonstration with this serial number."""
+    """A running episode: the agent's own steps, or a replay of the demonstration ``serial``."""
 
     serial: int
     value: float = -math.inf
@@ -68,7 +68,7 @@ class _Episode:
         return _Episode(self.serial, max(self.value, value), parts)
 
     def with_copied_tail(self) -> _Episode:
-        """Copy the part from the last rollout, because its memory may be reused."""
+        """Copy the steps from the last rollout, because the rollout's memory may be reused."""
         return replace(self, parts=(*self.parts[:-1], *(part.clone() for part in self.parts[-1:])))
 
     def to_state(self) -> dict[str, Any]:
@@ -85,16 +85,16 @@ class DemonstrationMiner(Stateful):
     """Track the episodes of all environments over rollouts, and add the finished ones to a writer.
 
     Episodes are added in the order of their ends, with the critic's largest value of their states. Replayed steps do
-    not belong to the agent: a demonstration that was replayed to its end gets the present largest value instead.
-    Episodes that ran before the first rollout, or that a reset cut, are skipped. A reset is detected by ``is_init``,
-    and by changed ``("collector", "traj_ids")``.
+    not belong to the agent. A demonstration that was replayed to its end gets the current largest value of its states.
+    An episode is skipped if it began before the first rollout, or if a reset cut it. ``is_init`` and changed
+    ``("collector", "traj_ids")`` mark resets.
 
     Args:
-        writer: Selects the stored demonstrations.
+        writer: The writer that selects the demonstrations to store.
         num_envs: The number of environments.
-        specs: The environment's specs, without a frame stack, for the keys of the observation. Only the newest of
-            stacked images is used. None uses the entry ``observation`` unchanged.
-        value_key: The key of the state values. Without the entry, episodes have the value ``-inf``.
+        specs: The environment's specs, without a frame stack, for the keys of the observation. Only the newest image of
+            a frame stack is used. None uses the entry ``observation`` unchanged.
+        value_key: The key of the state values. If a rollout lacks this entry, episodes have the value ``-inf``.
         frame_skip: The number of environment frames in one step.
         metadata: The metadata of all demonstrations.
 
@@ -141,13 +141,13 @@ class DemonstrationMiner(Stateful):
     def mine(self, rollout: TensorDictBase) -> None:
         """Read a rollout, ``[N, T]`` or ``[T, N]`` with a dimension named ``"time"``, and copy the stored steps.
 
-        Without ``is_init``, an episode begins in each environment without a running one. Without successors,
-        demonstrations do not have a last observation.
+        If the rollout lacks ``is_init``, an episode begins in each environment that does not have a running episode. If
+        the rollout lacks next observations, demonstrations do not have a last observation.
 
         Raises:
             KeyError: The rollout lacks an entry.
-            ValueError: The rollout has another number of environments or unnamed dimensions, or a value is not finite;
-                nothing was changed.
+            ValueError: The rollout has another number of environments or unnamed dimensions, or a value is not finite.
+                Nothing was changed.
         """
         for finished in self.finished(rollout):
             self.add(finished)
@@ -160,9 +160,10 @@ class DemonstrationMiner(Stateful):
             self.writer.refresh(stored, finished.value)
 
     def finished(self, rollout: TensorDictBase) -> list[FinishedEpisode]:
-        """Read a rollout like :meth:`mine`, and return the episodes that end in it without adding them.
+        """Read a rollout like :meth:`mine`, but return the episodes that end in the rollout instead of adding them.
 
-        They are in the order of their ends, and share the rollout's memory. Replays with unknown values are left out.
+        The result has the order of the episodes' ends, and shares the rollout's memory. Replays with unknown values are
+        left out.
         """
         rows = time_major(rollout, None)
         if rows.ndim != 2 or rows.shape[1] != self.num_envs:
@@ -171,7 +172,7 @@ class DemonstrationMiner(Stateful):
                 f"{list(rollout.batch_size)} with the names {list(rollout.names)}."
             )
         done, starts = rows["next", "done"].flatten(1), rows.get("is_init", None)
-        if starts is None:  # an episode begins in each environment without a running one
+        if starts is None:  # an episode begins if none is running
             starts = torch.cat([torch.tensor([[episode is None for episode in self._running]]), done[:-1]])
         starts, last_ids = starts.flatten(1), self._last_ids
         if (changes := id_changes(rows, 0, last_ids)) is not None:
@@ -196,7 +197,7 @@ class DemonstrationMiner(Stateful):
                 if done[end - 1, env]:
                     running[env] = None
                     ended.append((end, env, episode))
-        # The keys are unique: an environment ends at most one episode in a step.
+        # The sort keys are unique, because an environment ends at most one episode in a step.
         ended.sort(key=lambda item: item[:2])
         count, finished = self._count, []
         for end, env, episode in ended:

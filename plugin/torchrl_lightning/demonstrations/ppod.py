@@ -31,51 +31,55 @@ Dtypes = Annotated[Mapping[str, Dtype] | None, lambda value, name: saved_dtypes(
 class PPODBuffer(GAEBuffer):
     """On-policy buffer of PPO with demonstrations (Libardi et al. 2021, arXiv:2007.03328), over :class:`GAEBuffer`.
 
-    At the start of an episode, :class:`DemonstrationSampler` may replay a demonstration in its place. The update uses
-    its steps like the agent's own. After each rollout, :class:`DemonstrationWriter` receives the agent's finished
-    episodes as new demonstrations, and the replayed demonstrations receive the critic's new values.
+    At the start of an episode, :class:`DemonstrationSampler` may select a demonstration to replay instead. The update
+    uses replayed steps like the agent's own steps. After each rollout, :class:`DemonstrationWriter` receives the
+    agent's finished episodes as new demonstrations, and replayed demonstrations get new values from the critic.
 
-    :meth:`attach` sets the environment and reads the directories. Pass :attr:`replay` to a collector afterwards.
-    DataModules do both.
+    :meth:`attach` sets the environment and reads the directories. Then pass :attr:`replay` to a collector. DataModules
+    do both.
 
     Args:
         size: see :class:`VanillaOnPolicyBuffer`, also for ``device``, ``actor``, ``algorithm`` and ``envs``.
         rho: probability of a reward demonstration before the first success.
-        phi: probability of a value demonstration before the first success; with 0, none is stored.
+        phi: probability of a value demonstration before the first success; 0 stores no value demonstrations.
         gae_lambda: λ.
         alpha: exponent of the values in the probability of value demonstrations: ``P ~ max(v, 0) ** alpha``.
         total_buffer_demo_capacity: maximum number of demonstrations of both kinds.
         initial_human_demos_dir: directory of demonstrations that are never dropped.
-        initial_agent_demos_dir: directory of demonstrations that better ones replace, for example of an earlier run.
-        supplementary_demos_dir: directory that is read before each update, for demonstrations added during training.
-            They are loaded if their return reaches the threshold. Better ones replace them, even if a person recorded
-            them. A missing directory is created.
-        target_agent_demos_dir: directory for the agent's best demonstrations; None saves none.
-        num_agent_demos_to_save: number of saved demonstrations with the highest return, and with the highest value.
-        initial_reward_threshold: lowest return of a success. The lowest return of a reward demonstration replaces it if
-            that is higher, or if it is None. If the threshold is at most 0 and no demonstration has a positive reward,
-            failures may count as successes and a warning is logged, unless you set a threshold below 0.
-        save_demos_every: rollouts between two saves.
-        demo_dtypes: saved dtypes by the documented names ``Observation``, ``Action`` and ``Reward``; a missing name
-            keeps the environment's dtype. Rewards are rounded to their dtype.
+        initial_agent_demos_dir: directory of replaceable demonstrations, for example from an earlier run. Better
+            demonstrations replace them.
+        supplementary_demos_dir: directory for demonstrations that you add during training. It is read before each
+            update; a missing directory is created. A demonstration is loaded if its return reaches the threshold.
+            Better demonstrations replace it, even if a person recorded it.
+        target_agent_demos_dir: directory for the agent's best demonstrations; None saves no demonstrations.
+        num_agent_demos_to_save: number of demonstrations to save of each kind: reward demonstrations with the highest
+            returns, and value demonstrations with the highest values.
+        initial_reward_threshold: lowest return of a success. If it is None or lower than all returns of the reward
+            demonstrations, the lowest of these returns replaces it. If the threshold is at most 0 and no demonstration
+            has a positive reward, failures may count as successes. A warning is then logged, unless you set a
+            threshold below 0.
+        save_demos_every: number of rollouts between two saves.
+        demo_dtypes: map of the documented names ``Observation``, ``Action`` and ``Reward`` to saved dtypes. A field
+            that the map lacks keeps the environment's dtype. Rewards are rounded to their dtype.
         annealing: schedule that moves probability from value to reward demonstrations, see
             :class:`DemonstrationAnnealing`.
         cut_after_reward: cut the agent's demonstrations after the last positive reward.
         ends: end of a replayed demonstration, see :class:`DemonstrationReplay`.
         log_prob: log-probability of replayed actions, see :class:`DemonstrationReplay`; use ``current`` for continuous
             actions.
-        save_value_demos: also save value demonstrations, which exist with ``phi`` above 0.
-        human_share: minimum share of human ones among the drawn reward demonstrations, so that the agent's do not crowd
-            them out; with 0 all are equally likely. A warning is logged if there are no human ones.
-        shared_demos: share the demonstrations of all ranks, and save them on rank 0. Otherwise each rank stores its
-            own, and the other ranks save to the folders ``rank_1``, ... below the target.
-        frame_skip: frames of one step, which demonstrations must have also; None uses the environment recipe's.
+        save_value_demos: also save value demonstrations; requires ``phi`` above 0.
+        human_share: minimum share of human demonstrations among the drawn reward demonstrations, even if most stored
+            demonstrations are the agent's. With 0, all reward demonstrations are equally likely. A warning is logged if
+            human demonstrations are missing.
+        shared_demos: share the demonstrations of all ranks, and save them on rank 0. Otherwise each rank stores its own
+            demonstrations. Rank 0 then saves to the target, and other ranks save to its folders ``rank_1``, ...
+        frame_skip: number of frames in one step, equal for demonstrations and environment; None uses the environment
+            recipe's number.
         gamma: see :class:`VanillaOnPolicyBuffer`, also for the remaining arguments.
 
     Raises:
-        ValueError: A probability or the sum of rho and phi is outside ``[0, 1]``, another argument is out of range, or
-            a setting has no effect with the others, for example ``save_demos_every`` without
-            ``target_agent_demos_dir``.
+        ValueError: A probability or the sum of rho and phi is outside ``[0, 1]``, or another argument is out of range.
+            Also if a setting has no effect, for example ``save_demos_every`` without ``target_agent_demos_dir``.
 
     Examples:
         >>> import torch
@@ -153,14 +157,14 @@ class PPODBuffer(GAEBuffer):
         )
 
     def _check_effects(self) -> None:
-        """Validate that no demonstration setting is without effect because of another one."""
+        """Check that each changed demonstration setting has an effect; raise ValueError otherwise."""
         saves, capacity = self.target_agent_demos_dir is not None, self.total_buffer_demo_capacity
         for name in ("num_agent_demos_to_save", "save_demos_every", "save_value_demos"):
             self.require_effect(name, saves, "target_agent_demos_dir")
         self.require_effect("target_agent_demos_dir", self.num_agent_demos_to_save, "num_agent_demos_to_save above 0")
         for name in ("alpha", "annealing", "save_value_demos"):
             self.require_effect(name, self._phi, "phi above 0")
-        # One place is reserved for a reward demonstration, and alpha needs at least two value demonstrations.
+        # The capacity includes one reward demonstration, and alpha needs at least two value demonstrations.
         for name, minimum in (("alpha", 3), ("annealing", 2), ("save_value_demos", 2), ("human_share", 2)):
             self.require_effect(name, capacity >= minimum, f"total_buffer_demo_capacity of at least {minimum}")
         for name in ("human_share", "ends", "log_prob"):
@@ -170,7 +174,7 @@ class PPODBuffer(GAEBuffer):
 
     @property
     def rho(self) -> float:
-        """Present probability of a reward demonstration; setting it changes the one before the first success."""
+        """Current probability of a reward demonstration. The setter sets the probability before the first success."""
         return self.demonstration_sampler.probabilities(self.demonstrations)[0]
 
     @rho.setter
@@ -179,7 +183,7 @@ class PPODBuffer(GAEBuffer):
 
     @property
     def phi(self) -> float:
-        """Present probability of a value demonstration; setting it changes the one before the first success."""
+        """Current probability of a value demonstration. The setter sets the probability before the first success."""
         return self.demonstration_sampler.probabilities(self.demonstrations)[1]
 
     @phi.setter
@@ -197,22 +201,22 @@ class PPODBuffer(GAEBuffer):
 
     @property
     def reward_demos(self) -> tuple[Demonstration, ...]:
-        """``D_R``, human demonstrations first."""
+        """The reward demonstrations ``D_R``, human demonstrations first."""
         return self.demonstrations.reward_demonstrations
 
     @property
     def value_demos(self) -> tuple[Demonstration, ...]:
-        """``D_V``."""
+        """The value demonstrations ``D_V``."""
         return self.demonstrations.value_demonstrations
 
     @property
     def reward_threshold(self) -> float:
-        """Present lowest return of a success."""
+        """Current reward threshold: an episode with at least this return is a success."""
         return self.demonstration_writer.threshold
 
     @property
     def frame_skip(self) -> int | None:
-        """Frames of one step; None before :meth:`attach` if the environment determines them."""
+        """Number of frames in one step; None before :meth:`attach` if the environment determines it."""
         return self.hooks.frame_skip
 
     def attach(self, env: Any = None, num_envs: int | None = None) -> None:
@@ -223,8 +227,9 @@ class PPODBuffer(GAEBuffer):
             num_envs: number of parallel environments; None uses the number in ``envs``.
 
         Raises:
-            DemonstrationFault: A directory of initial demonstrations is missing or has none for this environment, the
-                demonstrations exceed the capacity, or ``demo_dtypes`` cannot represent the saved values.
+            DemonstrationFault: A directory of initial demonstrations is missing or lacks demonstrations of this
+                environment, the demonstrations exceed the capacity, or ``demo_dtypes`` cannot represent the saved
+                values.
             ValueError: ``demo_dtypes`` is set, but nothing is saved.
         """
         env, num_envs = self.envs if env is None else env, self.num_envs if num_envs is None else num_envs
@@ -233,7 +238,7 @@ class PPODBuffer(GAEBuffer):
         self.hooks.attach(env, num_envs)
 
     def load_demo(self, demo_path: str | Path) -> Demonstration:
-        """Read a demonstration and check that it fits the environment, without storing it.
+        """Read and return a demonstration without storing it, and check that it fits the environment.
 
         Raises:
             FileNotFoundError: The file does not exist.
@@ -242,23 +247,23 @@ class PPODBuffer(GAEBuffer):
         return self.hooks.read(demo_path)
 
     def load_initial_demos(self) -> None:
-        """Replace all stored demonstrations by the content of the initial directories; see :meth:`attach`."""
+        """Replace all stored demonstrations by the demonstrations in the initial directories; see :meth:`attach`."""
         self.hooks.load_initial()
 
     def load_supplementary_demos(self) -> None:
-        """Load new demonstrations from the supplementary directory if their return reaches the threshold."""
+        """Load new demonstrations from the supplementary directory; skip returns below the threshold."""
         self.hooks.load_supplementary()
 
     def save_demos(self) -> None:
         """Save the agent's best demonstrations into the target directory, in place of the previous save.
 
-        ``reward_demo_1.safetensors`` has the highest return; of equal returns the newest is first. With
-        ``save_value_demos``, ``value_demo_1.safetensors`` has the highest value.
+        ``reward_demo_1.safetensors`` has the highest return. If returns are equal, the newest demonstration is first.
+        With ``save_value_demos``, ``value_demo_1.safetensors`` has the highest value.
         """
         self.hooks.save()
 
     def sample_demo(self, env_id: int) -> Demonstration | None:
-        """Draw and schedule the demonstration for an environment's next episode; None if none is replayed.
+        """Return a sampled demonstration for an environment's next episode, or None, and schedule the replay.
 
         Raises:
             RuntimeError: :meth:`attach` was not called before.
@@ -267,11 +272,12 @@ class PPODBuffer(GAEBuffer):
         return self.hooks.choose(env_id)
 
     def track_potential_demos(self, sample: TensorDictBase | Mapping[str, Any] | None = None) -> None:
-        """Track the episodes of a rollout or step, and add the finished ones as demonstrations.
+        """Track the episodes of a rollout or step, and add finished episodes as demonstrations.
 
         Args:
-            sample: a rollout ``[N, T]`` with values that continues the previous one; or a dict of one step,
-                ``[N, ...]``, under the documented names, with optional successors. None uses the stored rollout.
+            sample: a rollout ``[N, T]`` with values that continues the previous rollout, or a dict of one step. The
+                dict has the documented names, entries ``[N, ...]`` and optional successors. None uses the stored
+                rollout.
         """
         if sample is None:
             sample = self.hooks.collected(self.rollout, self.stream.value)
@@ -280,9 +286,9 @@ class PPODBuffer(GAEBuffer):
         self.hooks.mine(time_major(sample, None))
 
     def check_demo_buffer_capacity(self) -> None:
-        """Drop demonstrations above the capacity: value demonstrations of lowest value, then the agent's longest."""
+        """Drop demonstrations above the capacity: first the lowest values, then the agent's longest demonstrations."""
         self.demonstration_writer.make_room()
 
     def anneal_parameters(self) -> None:
-        """Move probability from value to reward demonstrations, as after each success."""
+        """Move probability from value to reward demonstrations, as if the agent had one more success."""
         self.demonstration_writer.anneal()

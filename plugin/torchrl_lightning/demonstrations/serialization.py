@@ -20,7 +20,7 @@ _OWNER = "demonstration"
 
 
 def to_state(demonstration: Demonstration) -> dict[str, Any]:
-    """Return the fields of a demonstration: tensors, without a copy, and scalars."""
+    """Return the fields of a demonstration as tensors and scalars, without copying the tensors."""
     last = demonstration.last_observation
     trees = {"steps": demonstration.steps.to_dict(), "last_observation": None if last is None else last.to_dict()}
     return {**vars(demonstration), **trees, "metadata": dict(demonstration.metadata)}
@@ -32,18 +32,18 @@ def to_states(demonstrations: Iterable[Demonstration]) -> list[dict[str, Any]]:
 
 
 def from_state(state: Any) -> Demonstration:
-    """Return a copied demonstration from its state; raise a ValueError if the state is invalid."""
+    """Build a demonstration from a copy of its state; raise a ValueError if the state is invalid."""
     ends = {"terminated": None, "truncated": None}  # missing in older states
     return Demonstration(**check_state({**ends, **mapping(state, _OWNER)}, _SCHEMA, _OWNER))
 
 
 def from_states(value: Any, name: str) -> tuple[Demonstration, ...]:
-    """Validate the result of :func:`to_states`, and return copied demonstrations."""
+    """Validate the result of :func:`to_states`, and build the demonstrations from copies."""
     return tuple(map(from_state, sequence(value, name)))
 
 
 def lowest_as_none(value: float) -> float | None:
-    """Return None for minus infinity, because states store it as None; return other numbers unchanged."""
+    """Return None for minus infinity, and other numbers unchanged. States store minus infinity as None."""
     return None if value == -math.inf else value
 
 

@@ -1,4 +1,7 @@
-"""Compare the task of a demonstration with an environment: the recipe settings that change steps or rewards."""
+"""Check that a demonstration and an environment have the same task.
+
+The task consists of the recipe settings that change steps or rewards.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ from torchrl_lightning._core.trust import check_config
 from torchrl_lightning.environments.recipe import EnvironmentRecipe, as_recipe, differences, to_plain
 
 _RECIPE = "recipe"  # the metadata entry with the recipe as JSON
-# Other settings only affect stepping and episode ends, or shapes and frame skip, which are compared elsewhere.
+# All other settings change only stepping, episode ends, shapes or the frame skip. Demonstration.fits compares the last
+# two.
 _TASK_SETTINGS = {"id": str | dict, "env_kwargs": dict, "wrappers": list, "observe": list, "clip_reward": int | float}
-_RUN_SETTINGS = ("vectorization", "step_timeout", "demonstrations_of")  # settings of one run
+_RUN_SETTINGS = ("vectorization", "step_timeout", "demonstrations_of")  # settings of a run, not of the task
 # Arguments and Gymnasium wrappers that do not change steps.
 _HARMLESS_ARGUMENTS = {"camera_id", "camera_name", "default_camera_config", "device", "disable_env_checker"}
 _HARMLESS_ARGUMENTS |= {"max_episode_steps", "num_envs", "render_fps", "render_mode", "seed"}
@@ -31,7 +35,7 @@ _HARMLESS_WRAPPERS |= {"RecordEpisodeStatistics", "RecordVideo", "RenderCollecti
 
 
 def known_recipe(env: Any) -> EnvironmentRecipe | None:
-    """Return the recipe of an environment; None for an instance, because its recipe is unknown."""
+    """Return the recipe of an environment, or None for an instance, because its recipe is unknown."""
     return None if isinstance(env, VectorEnv | EnvBase) else as_recipe(env)
 
 
@@ -48,7 +52,7 @@ def recipe_metadata(recipe: EnvironmentRecipe | None) -> dict[str, str]:
 
 
 def recorded_recipe(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the recipe settings in a demonstration's metadata, or None. Names in them are not imported.
+    """Return the recipe settings in a demonstration's metadata, or None. Nothing is imported.
 
     Examples:
         >>> recorded_recipe(recipe_metadata(EnvironmentRecipe("CartPole-v1"))), recorded_recipe({"recipe": "unknown"})
@@ -70,14 +74,14 @@ def recorded_recipe(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
 def check_task(owner: str, metadata: Mapping[str, Any], recipe: EnvironmentRecipe | None) -> None:
     """Raise a ValueError if a demonstration is from another environment or has another reward.
 
-    It compares id, arguments, wrappers, ``observe`` and ``clip_reward``, except settings that only render, count or end
-    episodes. Demonstrations without a recipe are accepted. All are accepted if a function without an importable name
-    builds the environment.
+    The check compares id, arguments, wrappers, ``observe`` and ``clip_reward``. Arguments and wrappers that only
+    render, count or end episodes are ignored. Demonstrations without a recipe are accepted. If a function without an
+    importable name builds the environment, all demonstrations are accepted.
 
     Args:
-        owner: The demonstration, for the message.
+        owner: The demonstration's name in the message.
         metadata: The metadata of the demonstration.
-        recipe: The environment's recipe; the names in its ``demonstrations_of`` are accepted.
+        recipe: The environment's recipe. Demonstrations of the environments in its ``demonstrations_of`` are accepted.
 
     Examples:
         >>> recorded = recipe_metadata(EnvironmentRecipe("CartPole-v1"))
@@ -111,7 +115,7 @@ def _to_json_settings(recipe: EnvironmentRecipe) -> dict[str, Any]:
 
 
 def _task_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the compared part of a recipe's settings."""
+    """Select the recipe settings to compare."""
     task = {name: settings[name] for name in _TASK_SETTINGS if name in settings}
     if isinstance(task["id"], str):
         task["id"] = _without_module(task["id"])

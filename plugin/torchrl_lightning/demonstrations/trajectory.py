@@ -29,24 +29,24 @@ class Demonstration:
     """An episode to replay or to learn from: ``T`` steps of one environment, without a frame stack.
 
     Attributes:
-        steps: The observation before each step under its own keys, ``action`` and ``("next", "reward")``
-            (``[T, 1]`` of float32), all with ``T`` rows; stored as a locked TensorDict ``[T]`` over the same tensors.
+        steps: A TensorDict ``[T]`` with the observations before each step under the environment's keys, ``action``, and
+            ``("next", "reward")`` (``[T, 1]``, float32). It is stored as a locked TensorDict with the same tensors.
         last_observation: The observation after the last step, a TensorDict ``[]`` with the same keys; None if unknown.
-        is_human: False for an episode that was mined from the agent's own.
+        is_human: False for an episode of the agent.
         value: The largest estimated state value in the episode; ``-inf`` without an estimate.
         frame_skip: The number of environment frames in one step.
         name: The source of the episode, for messages.
-        terminated: Whether the last step terminated the episode; None if unknown. None reads the entry ``terminated``
-            of the metadata, which older files have.
-        truncated: Whether the last step reached a limit; None if unknown. If other steps followed the last one, both
-            flags are False.
+        terminated: True if the last step terminated the episode; None if unknown. If None, the metadata entry
+            ``terminated`` of older files is used.
+        truncated: True if the last step reached a limit; None if unknown. Both flags are False if the recorded episode
+            continued after the last step.
         metadata: Further information about the episode.
-        serial: The number that its storage gave it; it stays when the value changes.
+        serial: The serial number from the storage. A new value does not change the serial number.
 
     Raises:
         TypeError: ``steps`` or ``last_observation`` is not a TensorDict of dense tensors.
         ValueError: The steps are empty, lack an action or a reward, differ in length, or have a number that is not
-            finite; or another field is invalid.
+            finite. Or another field is invalid.
 
     Examples:
         >>> steps = TensorDict({"observation": torch.zeros(3, 4), "action": torch.tensor([0, 1, 1])}, [3])
@@ -101,10 +101,11 @@ class Demonstration:
 
     @property
     def ends(self) -> tuple[bool, bool]:
-        """Return the flags (terminated, truncated) of the last step when the demonstration is used as an episode.
+        """Return the flags (terminated, truncated) for the last step if the demonstration is used as an episode.
 
-        They are the recorded flags. An episode that was cut is truncated, so that the value of the next state counts.
-        An unknown end is terminated, so that no value of an unknown state is used.
+        The recorded flags are returned if one of them is True. If both are False, the episode was cut and is
+        truncated, so that the value of the next state counts. If the end is unknown, the episode is terminated, so that
+        the value of an unknown next state is not used.
         """
         if self.terminated is None:
             return True, False
@@ -132,9 +133,9 @@ class Demonstration:
         return _observation_keys(self.steps)
 
     def truncate(self, length: int) -> Demonstration:
-        """Return the first ``length`` steps, over the same tensors.
+        """Return the first ``length`` steps as views of the same tensors.
 
-        A shorter result has the next observation as its last one, and is neither terminated nor truncated.
+        If this drops steps, the next observation becomes the last observation, and both end flags are False.
 
         Raises:
             ValueError: ``length`` is not in ``[1, T]``.
@@ -154,7 +155,7 @@ class Demonstration:
         return replace(self, steps=self.steps[:length], last_observation=last, terminated=False, truncated=False)
 
     def with_value(self, *, value: float, serial: int | None) -> Demonstration:
-        """Return the same steps with another value and serial number, without new checks of the steps.
+        """Return the same steps with another value and serial number, without checking the steps again.
 
         Raises:
             ValueError: ``value`` is NaN or infinity.
@@ -165,7 +166,7 @@ class Demonstration:
         return copied
 
     def copied(self) -> Demonstration:
-        """Copy the tensors, which may be views of reused memory; the copy has no serial number yet."""
+        """Return a copy without a serial number. Copy the tensors, because their memory may be reused."""
         last = self.last_observation
         last = None if last is None else last.clone()
         return replace(self, steps=self.steps.clone(), last_observation=last, serial=None)
@@ -176,8 +177,8 @@ class Demonstration:
         Args:
             specs: The environment's specs, without a frame stack.
             frame_skip: The number of frames in one step of the environment.
-            recipe: The environment's recipe. If both recipes are known, the id and the reward must be equal, unless its
-                ``demonstrations_of`` allows the other.
+            recipe: The environment's recipe. If both recipes are known, their ids and rewards must be equal. The
+                recipe's ``demonstrations_of`` can allow other environments.
 
         Raises:
             ValueError: The recipe, the frame skip, the observation keys, or the shape or dtype of an entry differs, or
@@ -220,7 +221,7 @@ environment's action space (...); replay it in the environment that it was recor
 
 
 def end_flags(following: TensorDictBase, *index: int) -> dict[str, Any]:
-    """Return ``terminated`` and ``truncated`` of a :class:`Demonstration` from one of the ``"next"`` rows."""
+    """Return ``terminated`` and ``truncated`` for a :class:`Demonstration` from a row of the ``"next"`` entries."""
     flags = {name: following.get(name, None) for name in ("terminated", "truncated", "done")}
     if flags["terminated"] is None:
         return {"terminated": None, "truncated": None}
@@ -229,10 +230,10 @@ def end_flags(following: TensorDictBase, *index: int) -> dict[str, Any]:
 
 
 def newest_frames(rows: TensorDictBase, specs: EnvironmentSpecs) -> TensorDict:
-    """Return the observation entries ``[*B]`` of rows without copying; of stacked images only the newest.
+    """Return the observation entries ``[*B]`` of rows, and only the newest image of each stack, without copying.
 
     Args:
-        rows: Rows from the environment.
+        rows: Rows with observations of the environment.
         specs: The environment's specs, without a frame stack.
 
     Examples:
@@ -317,7 +318,7 @@ def _check_finite(leaf: Tensor, key: NestedKey, owner: str) -> None:
 
 
 def action_error(actions: Tensor, specs: EnvironmentSpecs) -> str | None:
-    """Describe the first action of ``[T, *A]`` that the environment does not accept; return None if it accepts all.
+    """Describe the first of the actions ``[T, *A]`` that the environment does not accept, or return None.
 
     An action may exceed the bounds of a Box by a rounding error.
     """

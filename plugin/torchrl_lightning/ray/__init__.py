@@ -1,6 +1,6 @@
 """Collectors and a replay service on a Ray cluster.
 
-Everything that needs Ray is here, and nothing else imports Ray.
+Only the modules in this folder import Ray.
 """
 
 from __future__ import annotations

@@ -16,15 +16,15 @@ from torchrl_lightning.ray._serialization import Arrays, as_arrays, load_weights
 from torchrl_lightning.ray._service_writer import ServiceWriter
 from torchrl_lightning.ray.cluster import installed_versions
 
-METRIC_KEYS = (REWARD, DONE, REPLAYED, COLLECTOR)  # entries for the learner's metrics if rollouts are written elsewhere
+METRIC_KEYS = (REWARD, DONE, REPLAYED, COLLECTOR)  # for the learner's metrics if a service stores the rollouts
 
 
 class RolloutActor:
-    """A :class:`Worker` in an actor. The first rollout builds it, so that the learner receives its errors.
+    """A :class:`Worker` in an actor. The first rollout builds the worker, so that the learner receives its errors.
 
-    ``module_paths`` are the learner's search paths, which may also exist on this machine. With a ``writer``, rollouts
-    are sent to a replay service without the entries ``excluded_keys``. The learner then gets the first rollout, and
-    only the entries for its metrics of the others.
+    ``module_paths`` are the learner's import paths, which may also exist on this machine. With a ``writer``, rollouts
+    are sent to a replay service without the entries ``excluded_keys``. The learner then receives the complete first
+    rollout, and only the entries for its metrics from later rollouts.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class RolloutActor:
         self._policy_version = -1
 
     def installed_versions(self) -> dict[str, str]:
-        """Return the versions on this machine."""
+        """Return the versions of Python and the compared packages on this machine."""
         return installed_versions()
 
     def rollout(self, version: int, weights: Arrays | None, delta: bytes | None) -> tuple[int, Arrays]:
-        """Collect a rollout, and return its number and its entries, time-major.
+        """Collect a rollout, and return the rollout's number and its time-major entries.
 
         Ray reads ``weights`` once on each machine, for all its actors.
         """
@@ -63,7 +63,7 @@ class RolloutActor:
             self._policy_version = version
             rollout = self._worker.rollout(version)
         except EnvironmentFault as fault:
-            raise fault.to_remote() from None  # the learner may be unable to import the class of its cause
+            raise fault.to_remote() from None  # the learner may be unable to import the class of the cause
         self._num_begun += 1
         if self._writer is not None:
             if self._worker.collector.reset_at_each_batch:

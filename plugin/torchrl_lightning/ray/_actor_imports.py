@@ -1,4 +1,4 @@
-"""Import the libraries of an actor's process first, without their rarely used imports."""
+"""Import the libraries for an actor's process first, but skip the modules that they rarely use."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from pathlib import Path
 
 from torchrl_lightning._core.import_stubs import COLLECTING, import_libraries
 
-if Path(sys.argv[0]).name == "default_worker.py":  # Ray's own process, before any other code
+if Path(sys.argv[0]).name == "default_worker.py":  # a process that Ray started, before any other code
     import_libraries(COLLECTING)

@@ -16,14 +16,14 @@ Arrays = dict[Any, NDArray[Any]]
 
 
 class Receipt(NamedTuple):
-    """The numbers of a writer's rollouts that are written, and that a snapshot contains."""
+    """The number of a writer's written rollouts, and the number of its rollouts in a snapshot."""
 
     written: int
     acknowledged: int
 
 
 class SampledBatches(NamedTuple):
-    """Batches of one call, the start time of their shard, and its numbers of stored, written and drawn rows."""
+    """The batches of one call, and the shard's start time and numbers of stored, written and drawn rows."""
 
     batches: list[tuple[list[int], list[Any], Arrays]]
     start_time: int
@@ -33,7 +33,7 @@ class SampledBatches(NamedTuple):
 
 
 class BatchUpdate(NamedTuple):
-    """A learner's updates of a batch: rewritten entries under ``keys``, or priorities if ``keys`` is None."""
+    """Entries of a batch with values from a learner. They are priorities if ``keys`` is None."""
 
     start_time: int
     shape: list[int]
@@ -42,7 +42,7 @@ class BatchUpdate(NamedTuple):
 
 
 def as_arrays(rollout: TensorDict) -> Arrays:
-    """Return the entries of a rollout ``[N, T]`` as contiguous arrays ``[T, N, *F]``; Ray does not copy them."""
+    """Return the entries of a rollout ``[N, T]`` as contiguous arrays ``[T, N, *F]``, which Ray does not copy."""
     return pack_batch(rollout.transpose(0, 1))[2]
 
 
@@ -53,7 +53,7 @@ def as_rollout(arrays: Arrays) -> TensorDict:
 
 
 def copy_weights(policy: object) -> Arrays | None:
-    """Copy the parameters and buffers of a policy; None if it is not a module."""
+    """Return a copy of a policy's parameters and buffers, or None if the policy is not a module."""
     if not isinstance(policy, nn.Module):
         return None
     return {name: value.numpy(force=True).copy() for name, value in _tensors(policy).items()}
@@ -85,5 +85,5 @@ def unpack_batch(shape: Sequence[int], names: Sequence[Any], arrays: Arrays) -> 
 
 
 def _copied_tensors(arrays: Arrays) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Yield arrays as separate tensors, because a write into Ray's object store would end the process."""
+    """Yield copies of arrays as tensors, because writing into Ray's object store would end the process."""
     return ((path_of(key), torch.from_numpy(value.copy())) for key, value in arrays.items())

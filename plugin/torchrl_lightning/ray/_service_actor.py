@@ -1,4 +1,4 @@
-"""The Ray actor of a replay service: one shard of its rows, its rate limit, and its snapshots."""
+"""The Ray actor of a replay service, which stores one shard, limits the rates, and writes snapshots."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ SNAPSHOT_NAME = re.compile(r"(snapshot|checkpoint)_(\d{8})")
 class ServiceActor:
     """One shard of a :class:`ReplayService`.
 
-    Ray restarts a dead actor with the same arguments; it then continues from its newest snapshot. All calls run in one
-    thread, so that each sees complete rows. Waiting calls do not block the thread.
+    Ray restarts a dead actor with the same arguments. The new actor continues from the newest snapshot. All calls run
+    in one thread, so that each call reads complete rows. Waiting calls do not block the thread.
 
     Args:
-        module_paths: The module search paths of the run.
+        module_paths: The import paths of the run.
         payload: The empty buffer and a rate limiter, pickled and compressed.
-        shard: The shard's number.
-        folder: The folder of its snapshots. With None, written rollouts are acknowledged immediately.
-        resumed: The snapshot to load first.
+        shard: The number of the shard.
+        folder: The folder of the shard's snapshots. With None, written rollouts are acknowledged immediately.
+        resumed: The snapshot to load at the start.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ServiceActor:
         self._buffer: ExperienceBuffer
         self._limiter: RateLimiter
         self._start_time = time.time_ns() // 1000
-        self._sessions: dict[str, tuple[str, int]] = {}  # each writer's session and number of written rollouts
+        self._sessions: dict[str, tuple[str, int]] = {}  # session and number of written rollouts of each writer
         self._acknowledged: dict[str, tuple[str, int]] = {}
         self._condition = asyncio.Condition()
         self._folder = None if folder is None else Path(folder)
@@ -67,11 +67,11 @@ class ServiceActor:
             self._restore_first(resumed, _is_restarted())
         except UserError as fault:
             self._fault = fault
-        except Exception as error:  # a raised error would make Ray restart the actor repeatedly
+        except Exception as error:  # after a raised error, Ray would restart the actor repeatedly
             self._fault = ServiceFault(f"The replay service cannot start: {type(error).__name__}: {error}")
 
     def describe(self) -> dict[str, Any]:
-        """Return versions, buffer and limits, so that a client can compare them; raise the error of the start."""
+        """Return the versions, buffer and limits that a client compares; raise an error if the start failed."""
         if self._fault is not None:
             raise self._fault
         properties = buffer_properties(self._buffer)
@@ -88,13 +88,13 @@ class ServiceActor:
         cut_envs: Sequence[int] = (),
         check_successors: bool = False,
     ) -> Receipt:
-        """Write a rollout ``[T, N, *F]`` as soon as the rate limiter admits it; skip an already written one.
+        """Write a rollout ``[T, N, *F]`` as soon as the rate limiter admits the rollout.
 
-        The trajectories of the environments ``cut_envs`` end before it. ``check_successors`` enables the comparison of
-        its rows with stored successors.
+        The trajectories of the environments ``cut_envs`` end before the rollout. ``check_successors`` enables the
+        comparison of the rollout's rows with stored successors.
 
-        A rollout is also skipped if earlier ones were lost with this actor. The receipt identifies the rollouts to send
-        again.
+        A rollout is skipped if it is already written, or if earlier rollouts were lost when this actor died. The
+        receipt identifies the rollouts to send again.
         """
         if number != self._num_written(writer, session):
             return self.receipt(writer, session)
@@ -113,7 +113,7 @@ class ServiceActor:
         return self.receipt(writer, session)
 
     async def _wait_until_admitted(self, admits: Callable[[], bool]) -> None:
-        """Wait until the rate limiter admits a request; if it rejects the sizes, wake the waiting requests."""
+        """Wait until the rate limiter admits a request. If the limiter rejects the sizes, wake all waiting requests."""
         try:
             await self._condition.wait_for(admits)
         except UserError:
@@ -121,7 +121,7 @@ class ServiceActor:
             raise
 
     def flush(self, writer: str, session: str) -> Receipt:
-        """Acknowledge all rollouts of a writer; take a snapshot if necessary."""
+        """Acknowledge all rollouts of a writer. Write a snapshot if necessary."""
         if self._folder is not None and self._acknowledged.get(writer) != self._sessions.get(writer):
             self.snapshot("snapshot")
         return self.receipt(writer, session)
@@ -131,7 +131,7 @@ class ServiceActor:
         return written if known_session == session else 0
 
     def receipt(self, writer: str, session: str) -> Receipt:
-        """Return how many rollouts of a writer are written, and how many are acknowledged."""
+        """Return the numbers of written and acknowledged rollouts of a writer."""
         written = self._num_written(writer, session)
         known_session, acknowledged = self._acknowledged.get(writer, ("", 0))
         return Receipt(written, written if self._folder is None else acknowledged if known_session == session else 0)
@@ -172,7 +172,10 @@ class ServiceActor:
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
     def snapshot(self, kind: str) -> str | None:
-        """Write the complete state atomically, remove old snapshots, and return the name; None without a folder."""
+        """Write the complete state atomically, remove old snapshots, and return the new snapshot's name.
+
+        Without a folder, return None.
+        """
         if self._folder is None:
             return None
         name = f"{kind}_{self._next_snapshot:08d}"
@@ -195,7 +198,7 @@ class ServiceActor:
         return name
 
     def _snapshots(self) -> list[Path]:
-        """Return the existing snapshots, the oldest first."""
+        """Return the existing snapshots from the oldest to the newest."""
         assert self._folder is not None
         folders = self._folder.iterdir() if self._folder.is_dir() else ()
         return sorted((folder for folder in folders if SNAPSHOT_NAME.fullmatch(folder.name)), key=_snapshot_number)
@@ -237,7 +240,7 @@ class ServiceActor:
 
 
 def _is_restarted() -> bool:
-    """Return whether Ray has restarted this actor."""
+    """Return True if Ray has restarted this actor."""
     import ray
 
     with warnings.catch_warnings():

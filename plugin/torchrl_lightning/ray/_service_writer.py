@@ -1,4 +1,4 @@
-"""Write into the shards of a replay service, and resend rollouts that a dead shard lost."""
+"""Write into the shards of a replay service, and resend rollouts that were lost when a shard died."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from torchrl_lightning.ray.cluster import ServiceFault, one_line
 
 logger = logging.getLogger(__name__)
 
-RECONNECT_TIMEOUT = 300.0  # seconds until a dead shard must be back
+RECONNECT_TIMEOUT = 300.0  # seconds until a dead shard must be available again
 _RETRY_INTERVAL = 0.2
 
 
 def call_shard(send: Callable[..., Any], *args: Any, pending: Any = None) -> Any:
-    """Return a shard's answer to the request ``send(*args)``; repeat it after the shard died, until it is back.
+    """Return a shard's answer to the request ``send(*args)``. If the shard died, repeat the request until it answers.
 
     Args:
-        send: Sends the request.
-        args: Its arguments.
-        pending: A request that was sent already.
+        send: The function that sends the request.
+        args: The arguments of the request.
+        pending: A request that was already sent.
 
     Raises:
         UserError: The shard rejects the request.
-        ServiceFault: The shard was ended, or is not back in time.
+        ServiceFault: The shard was ended permanently, or did not restart in time.
     """
     import ray
 
@@ -55,20 +55,20 @@ def call_shard(send: Callable[..., Any], *args: Any, pending: Any = None) -> Any
 
 
 def _was_killed(error: Exception) -> bool:
-    """Return whether an actor was ended permanently by ``ray.kill``."""
+    """Return True if ``ray.kill`` has ended an actor permanently."""
     return "ray.kill" in str(error)
 
 
 class ServiceWriter:
-    """Write rollouts into a replay service, the rows of each environment into its shard.
+    """Write rollouts into a replay service; send the rows of each environment to the environment's shard.
 
-    It can be pickled before its first write.
+    A writer can be pickled before its first write.
 
     Args:
         shards: The handles of the actors.
         num_envs: The number of environments in all shards together.
-        name: The name of the rollouts' sender.
-        unacknowledged: The maximum number of kept rollouts without an acknowledgement.
+        name: The name of this writer.
+        unacknowledged: The maximum number of rollouts that wait for an acknowledgement.
     """
 
     def __init__(self, shards: Sequence[Any], num_envs: int, name: str, unacknowledged: int) -> None:
@@ -82,9 +82,9 @@ class ServiceWriter:
 
         Args:
             rows: The rollout.
-            env_ids: Its environments.
+            env_ids: The environments of the rollout.
             cut_envs: Environments that begin a new trajectory with these rows.
-            check_successors: Compare the rows with stored successors; not necessary for rows of our collectors.
+            check_successors: Compare the rows with stored successors. Rows from our collectors do not require this.
         """
         if len(self._writers) == 1:
             self._writers[0].write(rows, list(env_ids), list(cut_envs), check_successors)
@@ -110,14 +110,14 @@ class ServiceWriter:
 
 
 class ShardWriter:
-    """Write rollouts into a shard in order, each once; the next is collected while one is written.
+    """Write each rollout once and in order into a shard, while the next rollout is collected.
 
-    At most ``unacknowledged`` rollouts are kept until a snapshot contains them; at the limit the writer requests a
-    snapshot. After the shard died, the kept rollouts are sent again.
+    The writer keeps rollouts until a snapshot contains them. With ``unacknowledged`` kept rollouts, the writer requests
+    a snapshot. If the shard died, the writer sends the lost rollouts again.
 
     Args:
         shard: The handle of the actor.
-        name: The name of the rollouts' sender.
+        name: The name of this writer.
         unacknowledged: The maximum number of kept rollouts.
     """
 
@@ -131,9 +131,9 @@ class ShardWriter:
         """The number of rollouts that the shard has confirmed as written."""
 
     def write(self, rows: Arrays, env_ids: list[int], cut_envs: list[int], check_successors: bool) -> None:
-        """Wait until the previous rollout is written, and send the next, ``[T, N, *F]``, without waiting."""
+        """Wait until the previous rollout is written, and send the next rollout ``[T, N, *F]`` without waiting."""
         self._wait_for_pending()
-        while len(self._unacknowledged) >= self._max_unacknowledged:  # again if the shard lost rollouts
+        while len(self._unacknowledged) >= self._max_unacknowledged:  # repeated if the shard lost rollouts
             self._read_receipt(call_shard(self._shard.flush.remote, self._name, self._session))
             self._resend_lost()
         self._unacknowledged.append((self._num_sent, rows, env_ids, cut_envs, check_successors))
@@ -141,7 +141,7 @@ class ShardWriter:
         self._pending = self._send(-1)
 
     def wait_until_written(self) -> None:
-        """Wait until all sent rollouts are written, and resend lost ones."""
+        """Wait until all sent rollouts are written, and resend lost rollouts."""
         self._wait_for_pending()
         if self._unacknowledged:
             self._read_receipt(call_shard(self._shard.receipt.remote, self._name, self._session))

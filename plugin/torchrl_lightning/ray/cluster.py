@@ -26,14 +26,14 @@ class ServiceFault(UserError):
 
 
 def connect(config: Mapping[str, Any]) -> tuple[Any, bool]:
-    """Connect to a cluster; return the Ray module, and whether this call connected it.
+    """Connect to a cluster. Return the Ray module, and True if this call has connected the process.
 
     Args:
-        config: Arguments of ``ray.init``, for example ``address``. They have no effect in a process that is already
-            connected.
+        config: Arguments of ``ray.init``, for example ``address``. If the process is already connected, they have no
+            effect.
 
     Raises:
-        ClusterFault: Ray is not installed, or the cluster does not exist at the address or has another version.
+        ClusterFault: Ray is not installed, the address does not have a cluster, or the cluster has another version.
     """
     try:
         import ray
@@ -79,13 +79,13 @@ def connect(config: Mapping[str, Any]) -> tuple[Any, bool]:
 
 
 def _last_address() -> str | None:
-    """Return the address of the last cluster started on this machine, read from Ray's own file."""
+    """Return the address of the last cluster on this machine, as stored in Ray's file."""
     address_file = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
     return address_file.read_text().strip() or None if address_file.is_file() else None
 
 
 def _is_reachable(address: str) -> bool:
-    """Return whether the address accepts connections; Ray itself would try for minutes, and end the process."""
+    """Return True if the address accepts connections. Ray's own test takes minutes and ends the process on failure."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not port.isdecimal():  # local, auto
         return True
@@ -97,7 +97,7 @@ def _is_reachable(address: str) -> bool:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions that all machines must share."""
+    """Return the versions that must be equal on all machines."""
     return {"Python": platform.python_version(), **{name: version(name) for name in _COMPARED_PACKAGES}}
 
 

@@ -9,26 +9,28 @@ from fractions import Fraction
 from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.validators import Checked, exact_ratio, finite_positive, integer, optional, positive
 
-_ROUNDING = 1 - 1e-12  # tolerance for a bound that the caller computed in floating point
+_ROUNDING = 1 - 1e-12  # tolerance for rounding errors in a bound that the caller computed
 
 
 class RateLimiter:
-    r"""Make writers and learners wait for each other: each row is drawn ``samples_per_insert`` times on average.
+    r"""Let writers and learners wait, so that each row is drawn ``samples_per_insert`` times on average.
 
-    With ``I`` rows written, ``S`` drawn and ``m = min_size``, an insert waits while it would make
-    \(k (I - m) - S > e\), and a draw while it would make it \(< -e\), for \(k\) ``samples_per_insert`` and \(e\)
-    ``error_buffer``. Below ``m`` rows, inserts never wait and draws always wait. All counts are exact: the ratio
-    is converted from its decimal form to a fraction.
+    Let \(I\) be the number of written rows, \(S\) the number of drawn rows, \(m\) ``min_size``, \(k\)
+    ``samples_per_insert``, and \(e\) ``error_buffer``. An insert waits if it would result in
+    \(k (I - m) - S > e\). A draw waits if it would result in \(k (I - m) - S < -e\). Below \(m\) rows, inserts never
+    wait and draws always wait. The calculation is exact, because the decimal form of the ratio is converted to a
+    fraction.
 
     Args:
         samples_per_insert: The mean number of draws of each row; None never waits.
-        error_buffer: The tolerance of the ratio in draws, on either side. For inserts of up to ``n`` and draws of up to
-            ``d`` rows the minimum is ``(samples_per_insert * n + d) / 2``: below it, both would wait forever. A smaller
-            value raises an error as soon as these sizes are known.
+        error_buffer: The maximum deviation from the ratio, in draws and in both directions. If inserts have up to ``n``
+            rows and draws up to ``d`` rows, the minimum is ``(samples_per_insert * n + d) / 2``. With a smaller
+            value, inserts and draws could wait for each other forever. The limiter therefore raises an error as soon as
+            both sizes are known.
         min_size: The number of rows before the first draw.
 
     Raises:
-        ValueError: A number is out of range, or only one of the first two is given.
+        ValueError: A number is out of range, or only one of ``samples_per_insert`` and ``error_buffer`` is given.
 
     Source:
         Cassirer et al. (2021), Reverb: A Framework for Experience Replay, https://arxiv.org/abs/2102.04736
@@ -79,7 +81,7 @@ class RateLimiter:
         }
 
     def _check_ratio(self, value: float | None, name: str) -> float | None:
-        """Return a new ratio, which applies from now on."""
+        """Validate and return a new ratio, which applies to all later inserts and draws."""
         ratio = self._bound_setting(value, name, finite_positive)
         self._ratio = None if ratio is None else exact_ratio(ratio)
         return ratio
@@ -88,7 +90,7 @@ class RateLimiter:
         return self._bound_setting(value, name, positive)
 
     def _bound_setting(self, value: float | None, name: str, check: Callable[..., float]) -> float | None:
-        """Validate a number that is set if and only if the limiter has a bound."""
+        """Validate a number that is required with a bound, and must be None without a bound."""
         if (value is None) == self._is_bound:
             expected = "a number" if self._is_bound else "None"
             raise ValueError(
@@ -98,25 +100,25 @@ class RateLimiter:
         return optional(check)(value, name)
 
     def restore(self, inserted: int, drawn: int) -> None:
-        """Continue from the given numbers of rows."""
+        """Set the numbers of inserted and drawn rows."""
         self.inserted, self.drawn = inserted, drawn
 
     def admits_insert(self, rows: int) -> bool:
-        """Return whether this number of rows may be written now."""
+        """Return True if this number of rows may be written now."""
         self._largest_insert = max(self._largest_insert, rows)
         if self.inserted < self.min_size or self._ratio is None:
             return True
         return self._surplus(self._ratio, rows, 0) <= self._bound(self._ratio)
 
     def admits_draw(self, rows: int) -> bool:
-        """Return whether this number of rows may be drawn now."""
+        """Return True if this number of rows may be drawn now."""
         self._largest_draw = max(self._largest_draw, rows)
         if self.inserted < self.min_size or self._ratio is None:
             return self.inserted >= self.min_size
         return self._surplus(self._ratio, 0, rows) >= -self._bound(self._ratio)
 
     def _surplus(self, ratio: Fraction, inserted: int, drawn: int) -> Fraction:
-        """Return the number of due draws after further inserts and draws."""
+        """Return the number of missing draws after further inserts and draws; negative for too many draws."""
         return ratio * (self.inserted + inserted - self.min_size) - (self.drawn + drawn)
 
     def _bound(self, ratio: Fraction) -> Fraction | float:

@@ -35,41 +35,44 @@ logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT = 1.0  # seconds for closing the environments
 _RECONNECT_TIMEOUT = 30.0  # seconds until an unreachable actor must answer again
 _WARNING_INTERVAL = 60.0  # seconds without a rollout until a warning names the collectors
-_MAX_INLINE_BYTES = 2**16  # bytes of weights that are sent faster than they are stored and fetched
-_MAX_FAILURES = 3  # deaths of a worker in succession, without a rollout between them
+_MAX_INLINE_BYTES = 2**16  # maximum bytes of weights that are sent with each request, which is faster
+_MAX_FAILURES = 3  # consecutive deaths of a worker without a rollout
 
 
 class RayCollector(WorkersCollector):
     """Collect rollouts in the actors of a Ray cluster while the learner learns.
 
     Each collector is an actor that runs a :class:`~torchrl_lightning.GymnasiumCollector` with a copy of the policy.
-    Each batch comes from one of them and is ``[N, T]`` named ``(None, "time")``, as with an
+    Each batch comes from one collector and has the shape ``[N, T]`` with the names ``(None, "time")``, as with an
     :class:`~torchrl_lightning.AsynchronousCollector`. ``("collector", "env_ids")`` numbers the environments of all
-    collectors, ``("collector", "policy_version")`` is the version of the weights. Published weights are sent once to
-    each machine; small ones are sent with each request.
+    collectors. ``("collector", "policy_version")`` is the version of the weights. Published weights are sent once to
+    each machine. Small weights are sent with each request.
 
-    If an actor or machine fails, the others continue. Its pending rollouts are lost. A new actor replaces it as soon as
-    the cluster has room, with new seeds and trajectory ids and at the start of an episode. Until then fewer actors
-    collect. An error of an environment is raised.
+    If an actor or machine fails, all other actors continue. The pending rollouts of the failed actor are lost. A new
+    actor replaces the failed actor as soon as the cluster has room. The new actor has new seeds and trajectory ids, and
+    begins with new episodes. An error of an environment is raised.
 
     Args:
         env: An id, or a picklable factory of one environment. Actors import modules from the learner's paths. Send
             modules that other machines lack with ``ray_init_config={"runtime_env": {"py_modules": [...]}}``.
-        num_collectors: The number of actors. The ranks of a run divide them, each with its environments.
-        num_envs: The number of environments in each.
-        frames_per_batch: Steps per batch over the environments of one collector; a multiple of ``num_envs``.
-        seed: Seeds of the collectors are spawned from it; ``None`` draws it from torch's global generator.
-        sync: Serve all collectors in turn. Each round of ``num_collectors`` batches uses the weights at its first
-            request. Runs repeat bit for bit, but collectors idle during updates, and a dead collector is an error.
-            Without it the first ready batch is served.
-        rollouts_in_flight: The maximum number of rollouts that each has begun but not yet yielded; 1 with ``sync``.
-        max_weight_update_interval: The minimum number of batches between two publications of weights, to reduce network
-            traffic; -1 publishes whenever the learner does.
+        num_collectors: The number of actors. The actors, with their environments, are divided among the ranks of a run.
+        num_envs: The number of environments in each collector.
+        frames_per_batch: The number of steps in a batch over all environments of one collector; a multiple of
+            ``num_envs``.
+        seed: The seed from which the seeds of all collectors are spawned. ``None`` draws a seed from torch's global
+            generator.
+        sync: Yield the batches of all collectors in turn. Each round of ``num_collectors`` batches uses the weights at
+            the first request of the round. Runs are then bit-identical, but collectors idle during updates, and a dead
+            collector is an error. Otherwise the first batch that is ready is yielded.
+        rollouts_in_flight: The maximum number of rollouts that a collector has begun but not yet yielded; 1 with
+            ``sync``.
+        max_weight_update_interval: The minimum number of batches between two publications of weights; a larger number
+            reduces network traffic. -1 sends the weights each time that the learner publishes them.
         remote_configs: The resources of each actor, as for ``ray.remote``: ``num_cpus`` (1 by default), ``num_gpus``,
             ``memory``, ``resources``.
         ray_init_config: Arguments of ``ray.init``, for example ``address``, if this process is not connected yet.
-        service: A replay service into which the collectors write their rollouts. Batches then contain only rewards and
-            ends, except the first of each collector.
+        service: A replay service that stores the collectors' rollouts. Batches then contain only rewards and ends,
+            except the first batch of each collector.
 
     The other arguments are documented in :class:`AsynchronousCollector` and :class:`GymnasiumCollector`.
 
@@ -77,14 +80,14 @@ class RayCollector(WorkersCollector):
         deaths: The number of collectors that died.
         restarts: The number of replacements that have delivered a rollout.
         lost_frames: The number of requested frames that were lost.
-        lost_envs: Environments that lost their unfinished episodes. The reader resets its episode sums and empties
-            the list.
+        lost_envs: Environments that lost their unfinished episodes. The reader of the list resets its episode sums for
+            these environments, and then clears the list.
 
     Raises:
-        ValueError: Sizes do not fit, or a setting has no effect with the others.
-        ClusterFault: Ray is not installed, or the cluster does not exist at the address, has too few resources, lacks
-            modules or has other versions; also a ValueError.
-        RuntimeError: A collector failed (its traceback is in the message) or died repeatedly.
+        ValueError: The sizes are incompatible, or a setting has no effect because of another setting.
+        ClusterFault: Ray is not installed, or the address does not have a cluster. Or the cluster has too few
+            resources, lacks modules, or has other versions. It is also a ValueError.
+        RuntimeError: A collector failed or died repeatedly. The message contains the traceback of a failed collector.
         EnvironmentFault: An environment violated its interface; also a RuntimeError.
 
     Source:
@@ -158,8 +161,8 @@ class RayCollector(WorkersCollector):
         self._ray: Any = None
         self._owns_ray = False
         self._actors: list[Any] = []
-        self._num_begun: list[int] = []  # rollouts of each worker, so that a replacement has other seeds and numbers
-        self._failures: list[int] = []  # deaths of each since its last rollout
+        self._num_begun: list[int] = []  # of each worker; a replacement continues from this number, with new seeds
+        self._failures: list[int] = []  # deaths of each worker since its last rollout
         self._pending: dict[Any, int] = {}  # requested rollouts and their workers, the oldest first
         self._weights: tuple[int, Any] = 0, None  # the published version, and its weights or a reference to them
         self._published_at = 0  # the number of batches at the last publication
@@ -238,7 +241,7 @@ class RayCollector(WorkersCollector):
             self._request_all()
 
     def _build_actor(self, worker: int) -> Any:
-        # Ray's own restarts would reuse the seeds and numbers of the first start.
+        # If Ray restarted actors, they would use the seeds and rollout numbers of the first start again.
         actor_class = self._ray.remote(RolloutActor).options(max_restarts=0, max_task_retries=0, **self.remote_configs)
         arguments = sys.path, self._payload(worker), worker, self.num_workers, self._num_begun[worker]
         if self.service is None:
@@ -256,7 +259,7 @@ class RayCollector(WorkersCollector):
                     )
 
     def _replace(self, worker: int, error: Exception) -> None:
-        """Replace an actor that has died."""
+        """Replace an actor that has died, or continue with an actor that is reachable again."""
         if self._is_reachable_again(worker, error):
             num_lost = self._drop_pending(worker)
         else:
@@ -277,7 +280,7 @@ class RayCollector(WorkersCollector):
             self._request(worker)
 
     def _is_reachable_again(self, worker: int, error: Exception) -> bool:
-        """Return whether an unreachable actor answers again."""
+        """Return True if an unreachable actor answers again."""
         unreachable = self._ray.exceptions.ActorUnavailableError
         deadline = time.monotonic() + _RECONNECT_TIMEOUT
         while isinstance(error, unreachable) and time.monotonic() < deadline:
@@ -307,7 +310,7 @@ class RayCollector(WorkersCollector):
         self._published_at = self._batches
 
     def metrics(self) -> dict[str, float]:
-        """Add the numbers of dead and replaced collectors, and of lost frames."""
+        """Return the metrics of all collectors, with the numbers of deaths, restarts and lost frames."""
         counts = {"deaths": self.deaths, "restarts": self.restarts, "lost_frames": self.lost_frames}
         return {**super().metrics(), **{f"collector/{name}": float(count) for name, count in counts.items()}}
 
@@ -326,16 +329,16 @@ class RayCollector(WorkersCollector):
                 except EnvironmentFault as fault:
                     faults.append(fault)
                 except self._ray.exceptions.RayError:
-                    pass  # it has died
+                    pass  # the actor has died
         for actor in actors:
             self._ray.kill(actor)
         if faults:
             raise faults[0]
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End all collectors, and leave a cluster that was connected here; safe to call repeatedly.
+        """End all collectors, and disconnect from a cluster if this collector has connected to it.
 
-        Only ``raise_on_error`` has an effect.
+        Only the argument ``raise_on_error`` has an effect. Repeated calls are safe.
         """
         self.closed = True
         try:

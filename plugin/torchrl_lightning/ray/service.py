@@ -1,4 +1,4 @@
-"""A replay buffer in actors of a Ray cluster: collectors write into it and learners draw from it."""
+"""A replay buffer in actors of a Ray cluster. Collectors write rows, and learners draw batches."""
 
 from __future__ import annotations
 
@@ -38,46 +38,48 @@ _NAMESPACE = "torchrl_lightning"
 class ReplayService(ConfigSafe):
     """Store a replay buffer in one or several named actors of a Ray cluster, and draw batches from it.
 
-    Pass it as ``source=`` to a ``ReplayDataModule``. The module writes its collector's rollouts into the service. With
-    a :class:`RayCollector` each actor writes directly, and the learner receives only rewards and episode ends. A row
-    can be drawn as soon as it has arrived. Batches are drawn some calls ahead, and the entry ``source`` identifies the
-    shard of each. Priorities and rewritten entries are returned with the next call, with the stamps of their rows.
+    Pass the service as ``source=`` to a ``ReplayDataModule``. The module writes its collector's rollouts into the
+    service. With a :class:`RayCollector` each actor writes directly, and the learner receives only rewards and episode
+    ends. A row can be drawn as soon as the service has stored it. Batches are requested several calls before their use.
+    The entry ``source`` identifies the shard of a batch. Priorities and rewritten entries are sent back with the next
+    call, with the stamps of their rows.
 
-    With a ``folder`` the service survives a crash. Ray restarts it, it loads its newest snapshot, and writers send the
-    rollouts that the snapshot lacks, each once. Writers keep their rollouts until a snapshot contains them. With
-    ``unacknowledged`` kept rollouts they request a snapshot and wait. Priorities and rewritten entries of lost rows are
+    With a ``folder`` the service survives a crash. Ray restarts the service, the service loads its newest snapshot, and
+    writers send the missing rollouts once. Writers keep their rollouts until a snapshot contains them. A writer with
+    ``unacknowledged`` kept rollouts requests a snapshot and waits. Priorities and rewritten entries of lost rows are
     also lost.
 
-    The service ends with the run that started it. With ``keep`` a later run can continue with it, one run at a time.
-    Further learners ``join`` it.
+    The service ends with the run that started it. With ``keep``, the service continues, and one later run at a time can
+    use it. Additional learners use ``join``.
 
     Args:
-        buffer: The buffer of each shard: an empty buffer with any sampler. The shards get copies; it stays empty here.
-        name: The name of the service within the cluster; a random one by default.
-        shards: The number of actors that divide the environments among them; it must divide the number of environments.
-            Each batch comes from one shard, in turn.
-        folder: The folder for snapshots, reachable from every machine that may run the service. A ``ReplayDataModule``
-            sets it to ``service`` below the trainer's root folder. With None a crash loses the content, and the run
-            continues with new rows.
+        buffer: An empty buffer with any sampler. Each shard gets a copy, and this buffer stays empty.
+        name: The name of the service in the cluster; a random name by default.
+        shards: The number of actors. The environments are divided evenly among the actors, so the number of
+            environments must be a multiple of ``shards``. Each batch comes from one shard; all shards are used in turn.
+        folder: The folder for snapshots. All machines that may run the service must be able to use it. A
+            ``ReplayDataModule`` sets it to ``service`` below the trainer's root folder. With None a crash loses the
+            content, and the run continues with new rows.
         batches_per_call: The number of batches that one call returns.
-        calls_in_flight: The number of pending calls during learning: how far ahead batches are drawn.
+        calls_in_flight: The number of calls that are pending during learning. With more calls, batches are drawn
+            longer before their use.
         unacknowledged: The maximum number of rollouts that each writer keeps.
-        samples_per_insert: The mean number of draws of each row, for learners and writers without other coordination;
-            see :class:`RateLimiter`. A ``ReplayDataModule`` coordinates them by its ``frames_per_update``.
-        error_buffer: The tolerance of that ratio in draws, on either side; see :class:`RateLimiter` for its minimum.
+        samples_per_insert: The mean number of draws of each row, see :class:`RateLimiter`. Set it for learners and
+            writers without other coordination. A ``ReplayDataModule`` coordinates them by its ``frames_per_update``.
+        error_buffer: The maximum deviation from this ratio in draws. See :class:`RateLimiter` for the minimum.
         min_size: The number of rows in each shard before the first draw. For a running service omit
             ``samples_per_insert``, ``error_buffer`` and ``min_size``, or give the same values.
-        keep: Leave the service running at the end.
-        join: Draw from a service that another process has started, and leave it running at the end. It excludes
-            ``keep`` and ``remote_configs``.
-        remote_configs: The resources of each shard, as for ``ray.remote``; by default no reserved processor.
+        keep: Leave the service running at the end of the run.
+        join: Draw from a service that another process has started, and leave it running at the end. ``keep`` and
+            ``remote_configs`` cannot be set together with ``join``.
+        remote_configs: The resources of each shard, as for ``ray.remote``. By default processors are not reserved.
         ray_init_config: Arguments of ``ray.init``, if this process is not connected to a cluster yet.
 
     Raises:
         ValueError: A number is out of range, or the buffer is not empty.
         ClusterFault: Ray is not installed, or the cluster does not exist; also a ValueError.
-        ServiceFault: Another run has a service of this name, the running service has another buffer or other versions,
-            its snapshot cannot be read, or it rejects the written rows; also a ValueError.
+        ServiceFault: Another run uses a service of this name, or the running service has another buffer or other
+            versions. Or the service cannot read its snapshot, or rejects the written rows. It is also a ValueError.
 
     Source:
         Horgan et al. (2018), Distributed Prioritized Experience Replay, https://arxiv.org/abs/1803.00933
@@ -130,7 +132,7 @@ class ReplayService(ConfigSafe):
         self._ray: Any = None
         self._owns_ray = False
         self._actors: list[Any] = []
-        self._owner: Any = None  # an actor that ends with this run, and marks the service as in use until then
+        self._owner: Any = None  # an actor that ends with this run; while it exists, the service is in use
         self._resumed: list[Path | None] = [None] * self.shards
         self._writer: ServiceWriter | None = None
         self._cut_envs: set[int] = set()  # environments that begin a new trajectory with their next rows
@@ -148,7 +150,7 @@ class ReplayService(ConfigSafe):
 
     @property
     def running(self) -> bool:
-        """Whether this process has started or joined the service."""
+        """True if this process has started or joined the service."""
         return bool(self._actors)
 
     def __len__(self) -> int:
@@ -172,7 +174,7 @@ class ReplayService(ConfigSafe):
         return ServiceWriter(self._actors, self.buffer.parts[2].num_envs, name, self.unacknowledged)
 
     def extend(self, data: TensorDictBase, env_ids: torch.Tensor | None = None) -> None:
-        """Write steps in the format of :meth:`ExperienceBuffer.extend`; they may arrive after the next call."""
+        """Write steps in the format of :meth:`ExperienceBuffer.extend`. They may arrive only after the next call."""
         if self._writer is None:
             self._writer = self.writer(f"rank {this_rank()}")
         ids = list(range(self.buffer.parts[2].num_envs)) if env_ids is None else env_ids.tolist()
@@ -183,7 +185,7 @@ class ReplayService(ConfigSafe):
         self._cut_envs.difference_update(cut)
 
     def cut(self, env_ids: torch.Tensor | None = None) -> None:
-        """End the running trajectories: the next rows do not continue them, for example after a restart.
+        """End the running trajectories, for example after a restart, so that the next rows do not continue them.
 
         Args:
             env_ids: The environments; None for all.
@@ -192,7 +194,7 @@ class ReplayService(ConfigSafe):
 
     @property
     def excluded_keys(self) -> list[str]:
-        """Entries of a rollout that the buffer does not use."""
+        """The entries of a rollout that the buffer does not use."""
         return excluded_keys(self.buffer)
 
     # -- drawing -----------------------------------------------------------------------------------------------------
@@ -245,7 +247,7 @@ class ReplayService(ConfigSafe):
 
     # -- state -------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Take a snapshot if the service runs with a folder; return the location of the newest one, or None."""
+        """Write snapshots if the service runs with a folder. Return the newest snapshots' location or None."""
         if self.running and self.folder is not None:
             self._send_pending()
             names = [call_shard(actor.snapshot.remote, "checkpoint") for actor in self._actors]
@@ -258,10 +260,10 @@ class ReplayService(ConfigSafe):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Start from a snapshot in this run's folder, or otherwise in the folder of the run that took it.
+        """Load a snapshot at the start: from this run's folder, or else from the folder of the run that wrote it.
 
         Raises:
-            ValueError: The service runs already, or the state is foreign or has another number of shards.
+            ValueError: The service runs already, the state is invalid, or it has another number of shards.
         """
         if self.running:
             raise ValueError("The replay service runs already. Load the state before its first use.")
@@ -315,11 +317,11 @@ class ReplayService(ConfigSafe):
         )
         folder = None if self.folder is None else str(_shard_folder(self.folder, shard))
         snapshot = self._resumed[shard]
-        # Ray stores small arguments with the actor, but larger ones with their sender, which may have exited.
+        # Ray stores small arguments with the actor. It stores larger arguments with the sender, which may have exited.
         payload = zlib.compress(cloudpickle.dumps((self.buffer, self._limiter)))
         try:
             return actor_class.remote(sys.path, payload, shard, folder, None if snapshot is None else str(snapshot))
-        except ValueError as error:  # another run was faster
+        except ValueError as error:  # another run has just started a service of this name
             raise ServiceFault(
                 f"A replay service name={self.name!r} was just started by another run. Set another name."
             ) from error
@@ -331,7 +333,7 @@ class ReplayService(ConfigSafe):
             return None
 
     def _claim_name(self) -> Any:
-        """Mark the service as owned by this run, with an actor that ends with it."""
+        """Mark the service as used by this run. The mark is an actor that ends with the run."""
         owner_class = self._ray.remote(type("ReplayServiceOwner", (), {}))
         try:
             return owner_class.options(name=f"{self.name}/owner", namespace=_NAMESPACE, num_cpus=0).remote()
@@ -349,7 +351,7 @@ class ReplayService(ConfigSafe):
                         f"The replay service name={self.name!r} has {name} {running[kind].get(name)!r}, but this "
                         f"run has {value!r}. Use the same, or another name."
                     )
-        # Default limits accept the limits of the process that started the service.
+        # Default limits are compatible with all limits of the process that started the service.
         defaults = RateLimiter().settings
         for name, value in self._limiter.settings.items():
             running_value = running.get("limits", defaults)[name]
@@ -369,9 +371,9 @@ class ReplayService(ConfigSafe):
                 call_shard(self._actors[shard].apply_feedback.remote, updates)
 
     def shutdown(self) -> None:
-        """End the service unless ``keep`` or ``join``, and leave a cluster that was connected here.
+        """End the service unless ``keep`` or ``join`` is set, and disconnect from the cluster if it has connected.
 
-        It is safe to call repeatedly.
+        Repeated calls are safe.
         """
         actors, self._actors = self._actors, []
         self._pending_calls.clear()

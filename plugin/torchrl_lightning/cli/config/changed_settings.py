@@ -1,4 +1,4 @@
-"""Apply the changed settings of a resumed run over the values restored from its checkpoint."""
+"""Apply the changed settings of a resumed run after its checkpoint is restored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ChangedSettings(Callback):
             of these names affects them.
     """
 
-    # State entries of torch schedulers that record progress; all others are settings.
+    # Progress entries in the states of torch schedulers; all other entries are settings.
     _PROGRESS = frozenset(
         ("last_epoch", "_step_count", "_last_lr", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i")
     )
@@ -51,7 +51,7 @@ class ChangedSettings(Callback):
         """Apply the changes at the current point of the schedule; raise UsageError if the state overwrote a setting."""
         if changes_rates(self.changed_names):
             self._set_rates(trainer)
-        # Without a change to the learner, its schedules keep their restored values within an epoch.
+        # If no learner setting was changed, the schedules keep their restored values until the next epoch.
         follow = LearnerApi.of(pl_module).apply_schedules
         if follow is not None and any(name.startswith("model.") for name in self.changed_names):
             follow()
@@ -63,7 +63,7 @@ class ChangedSettings(Callback):
                 )
 
     def _current_values(self, trainer: Trainer) -> dict[str, Any]:
-        """Return the current values of the DataModule's changed settings, as far as they are plain attributes."""
+        """Return the current values of the DataModule's changed settings that are plain attributes."""
         values: dict[str, Any] = {}
         for name in self.changed_names:
             group, *path = name.split(".")

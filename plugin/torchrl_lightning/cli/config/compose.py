@@ -51,14 +51,14 @@ from torchrl_lightning.cli.config.resume import (
 from torchrl_lightning.cli.config.validate import read_checkpoint_file
 from torchrl_lightning.cli.error_messages import SWEEP_NOTE, UsageError, exit_with_one_line, read_options, run_hydra
 
-# A number such as 1e5: Hydra reads it as a float, but the setting may be an integer.
+# A number such as 1e5. Hydra reads it as a float, but the setting may be an integer.
 _POWER_OF_TEN = re.compile(r"(?<=[=,])\d+(?:\.\d+)?[eE]\+?\d{1,2}(?=,|$)")
 
-_PROVIDERS = {"hydra", "main", "torchrl-lightning", "schema"}  # config sources that are not the user's
+_PROVIDERS = {"hydra", "main", "torchrl-lightning", "schema"}  # config sources that are not a user's
 
 
 class _Request(NamedTuple):
-    """A request for a config, without its overrides."""
+    """The arguments of a request for a config, except its overrides."""
 
     loader: ConfigLoader
     config_name: str | None
@@ -78,7 +78,7 @@ class _Request(NamedTuple):
 
 
 def _load_limited(load: Callable[[str], ConfigResult], folder: Path, config_path: str) -> ConfigResult:
-    """Load a config file from outside this package, after a check of its size, depth, aliases and tags."""
+    """Check size, depth, aliases and tags of a config file from outside this package, and load the file."""
     file = folder / f"{config_path.removesuffix('.yaml')}.yaml"
     if file.exists():
         with exit_with_one_line():
@@ -87,7 +87,7 @@ def _load_limited(load: Callable[[str], ConfigResult], folder: Path, config_path
 
 
 def _limit_files(sources: list[ConfigSource]) -> None:
-    """Check each file in the folder of ``--config-dir`` before loading it, because the folder may be untrusted."""
+    """Check each file in the folder of ``--config-dir`` before loading, because the folder may be untrusted."""
     own_folders = {str(CONF_DIR), str(EXPORT_DIR)}
     for source in sources:
         if source.scheme() == "file" and source.path not in own_folders:
@@ -97,7 +97,7 @@ def _limit_files(sources: list[ConfigSource]) -> None:
 
 
 def _check_search_path(overrides: list[Override]) -> None:
-    """Check all files of the folders in a command's ``hydra.searchpath``, because Hydra reads them immediately."""
+    """Check all files in the folders of a command's ``hydra.searchpath``, because Hydra reads the files immediately."""
     for override in overrides:
         if override.key_or_group == "hydra.searchpath" and isinstance(folders := override.value(), list):
             for folder in folders:
@@ -107,10 +107,10 @@ def _check_search_path(overrides: list[Override]) -> None:
 
 
 class CommandLoader(ConfigLoader):
-    """Wrap Hydra's config loader: read 1e5 as an integer, replace parts, resume runs.
+    """Wrap Hydra's config loader. The wrapper reads 1e5 as an integer, replaces parts, and resumes runs.
 
-    If ``ckpt_path`` names a checkpoint of our commands, the settings of its run come first, so that folder, record and
-    name match the trained run.
+    If ``ckpt_path`` names a checkpoint of our commands, the config inherits the settings of the checkpoint's run. Run
+    folder, record and name then match the resumed run.
 
     Args:
         hydra: Hydra's loader.
@@ -122,7 +122,7 @@ class CommandLoader(ConfigLoader):
         _limit_files(hydra.get_sources())
         self._records: dict[Path, Record | None] = {}
         self._single_run_config: DictConfig | None = None
-        self._dropped_settings: list[tuple[DictConfig, list[str]]] = []  # of each composed config
+        self._dropped_settings: list[tuple[DictConfig, list[str]]] = []  # a list for each composed config
         self._printed_notes: set[str] = set()
 
     def get_search_path(self) -> ConfigSearchPath:
@@ -142,15 +142,15 @@ class CommandLoader(ConfigLoader):
         return self._hydra.get_group_options(group_name, *args, **kwargs)
 
     def compute_defaults_list(self, config_name: str | None, overrides: list[str], run_mode: RunMode) -> Any:
-        """Return the files of a config."""
+        """Return Hydra's defaults list: the files of a config."""
         return self._hydra.compute_defaults_list(config_name, overrides, run_mode)
 
     def mode(self, config_name: str, overrides: list[str]) -> RunMode:
-        """Return the run mode of a command's config; keep the config of a single run for the next load."""
+        """Return the run mode of a command's config. Store the config of a single run for the next load."""
         try:
             if not any(override.is_sweep_override() for override in _parse(overrides)):
                 config = self.load_configuration(config_name, overrides, RunMode.RUN)
-                if config.hydra.mode is None:  # record the mode like Hydra
+                if config.hydra.mode is None:  # set the mode, as Hydra does
                     config.hydra.mode = RunMode.RUN
                     config.hydra.overrides.hydra.append("hydra.mode=RUN")
                 if config.hydra.mode == RunMode.RUN:
@@ -178,7 +178,7 @@ class CommandLoader(ConfigLoader):
             return config
         overrides = [_POWER_OF_TEN.sub(_as_integer, override) for override in overrides]
         if run_mode == RunMode.RUN and (first := self._first_values(overrides, Override.is_sweep_override)):
-            # Hydra will refuse several values in a single run. A misspelt name is the more probable mistake.
+            # Hydra rejects several values in a single run. Check for a misspelt name first: it is more probable.
             self.load_configuration(config_name, [first.get(line, line) for line in overrides], run_mode)
         self._dropped_settings = []
         _check_search_path(_parse(overrides))
@@ -195,7 +195,7 @@ class CommandLoader(ConfigLoader):
         return config
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        """Compose the config of one run of a sweep, and add its swept settings to errors."""
+        """Compose the config of one run of a sweep. Errors contain a note with the run's swept settings."""
         recorded_overrides: Any = OmegaConf.to_container(master_config.hydra.overrides, resolve=False)
         with _with_sweep_note(line for line in sweep_overrides if line not in recorded_overrides["task"]):
             config = self.load_configuration(
@@ -205,10 +205,10 @@ class CommandLoader(ConfigLoader):
         return config
 
     def _compose(self, lines: list[str], request: _Request) -> DictConfig:
-        """Compose a config; on an error, a sweep uses the first option of its swept groups and classes.
+        """Compose a config. If this fails in a sweep, use the first option of each swept group and class.
 
-        Hydra keeps the defaults of swept groups and classes, which may lack a setting that all swept options have.
-        Each run of the sweep is later composed with its own groups.
+        Hydra composes a sweep's config with the default option of each swept group and class. The default option may
+        lack a setting that all swept options have. Each run of the sweep is later composed with its own options.
         """
 
         def is_option(override: Override) -> bool:
@@ -228,7 +228,7 @@ class CommandLoader(ConfigLoader):
         return config
 
     def _first_values(self, lines: list[str], is_wanted: Callable[[Override], bool]) -> dict[str, str]:
-        """Map each wanted sweep override to an override with its first value."""
+        """Map each sweep override that ``is_wanted`` accepts to an override with only the first value."""
         return {
             str(override.input_line): f"{override.get_key_element()}={_first_value(override)}"
             for override in OverridesParser.create(config_loader=self._hydra).parse_overrides(lines)
@@ -236,7 +236,7 @@ class CommandLoader(ConfigLoader):
         }
 
     def _compose_parts(self, lines: list[str], request: _Request) -> DictConfig:
-        """Compose a config, and replace the parts that get another class in a file or on the command line."""
+        """Compose a config, and replace each part if a file or the command line sets another class for the part."""
         try:
             config = request.load(lines)
             dropped = self._replace_parts(config, request.config_name, lines)
@@ -279,7 +279,7 @@ class CommandLoader(ConfigLoader):
             path = None if paths[-1].is_sweep_override() else paths[-1].value()
         else:
             config = compose(overrides)
-            with suppress(OmegaConfBaseException):  # reported at the start of the run
+            with suppress(OmegaConfBaseException):  # the run will report this error at its start
                 path = config.get("ckpt_path")
             if path is None and not is_requeued():
                 return config
@@ -301,7 +301,7 @@ class CommandLoader(ConfigLoader):
             return _compose_resumed(record, path, parsed, compose, lambda key: request.is_group(key, overrides))
 
     def _record(self, path: Any, trusted: bool) -> Record | None:
-        """Read the record of a checkpoint once; return None without one. The run itself reports a missing file."""
+        """Read the record of a checkpoint once; return None if it is missing. The run itself reports a missing file."""
         if not isinstance(path, str) or not Path(path).is_file():
             return None
         file = Path(path).resolve()
@@ -313,7 +313,7 @@ class CommandLoader(ConfigLoader):
 
 @contextmanager
 def _with_sweep_note(settings: Iterable[str]) -> Iterator[None]:
-    """Add a note with the settings of a sweep's run to Hydra's errors."""
+    """Add a note with the settings of a run in a sweep to Hydra's errors."""
     try:
         yield
     except HydraException as error:
@@ -326,7 +326,7 @@ def run_command_line(name: str, task: Callable[[Any], Any], arguments: list[str]
     """Compose the config of a command line, and run the task once or in a sweep, or print the config."""
     options = read_options(arguments)
     if options.hydra_help or options.version or options.experimental_rerun:
-        # Hydra's own parser expects all settings behind the options.
+        # Hydra's parser expects all settings after the options.
         sys.argv[1:] = [argument for argument in arguments if argument not in options.overrides] + options.overrides
         hydra_main(str(CONF_DIR), name)(task)()
         return
@@ -363,13 +363,13 @@ def _compose_resumed(
     compose: Callable[[list[str]], DictConfig],
     is_group: Callable[[str], bool],
 ) -> DictConfig:
-    """Compose the config of a checkpoint's run, and apply the overrides of this command last."""
+    """Compose the config of a checkpoint's run, then apply the overrides of this command."""
     check_record(record, path)
     hydra_overrides = [override for override in parsed if override.is_hydra_override()]
     run_overrides = [override for override in parsed if not override.is_hydra_override()]
     lines, base_overrides = (resume_overrides(record, path, subset, is_group) for subset in (parsed, hydra_overrides))
     run_config = compose(_to_lines(base_overrides))
-    # Selecting the run's experiment may change other groups, so compare again after each choice.
+    # The experiment of the run may select other groups, so compare the groups again after each choice.
     restored_choices: list[str] = []
     while missing := missing_choices(record, run_config.hydra.runtime.choices, restored_choices):
         restored_choices.append(missing[0])
@@ -391,7 +391,7 @@ def sets_trusted(overrides: Iterable[Override]) -> bool:
 
 
 def _as_integer(match: re.Match[str]) -> str:
-    """Write a whole number of a command line as an integer; float fields accept it as well."""
+    """Write a number without a fraction as an integer. Float settings also accept integers."""
     number = Decimal(match[0])
     return str(int(number)) if number == int(number) else match[0]
 

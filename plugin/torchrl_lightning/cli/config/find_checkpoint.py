@@ -1,4 +1,7 @@
-"""Find the checkpoint for ``ckpt_path=auto``: the one with the most frames of the same run. Imports nothing heavy."""
+"""Find the checkpoint for ``ckpt_path=auto``: the checkpoint of the same run with the most frames.
+
+This module has only light imports.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,15 @@ AUTO = "auto"  # value of ckpt_path
 
 
 class _UnusableError(Exception):
-    """A folder or checkpoint cannot be used; the message is the reason."""
+    """A folder or checkpoint cannot be used. The message is the reason."""
 
 
 def furthest_checkpoint(config: DictConfig, *, this_job: bool) -> Path | None:
     """Find the checkpoint with the most frames among the folders of runs with the same experiment, overrides and seed.
 
-    For equal frames, more steps win, then a last checkpoint over a best one, then the newest file. A line on stderr
-    names each unused folder and file, with the reason.
+    If the numbers of frames are equal, the checkpoint with more steps is used. If the steps are equal too, a last
+    checkpoint precedes a best checkpoint, and then the newest file is used. Each unusable folder or file is printed to
+    stderr with the reason.
 
     Args:
         config: The composed config, with Hydra's node.
@@ -74,7 +78,7 @@ def _warn(path: Path, reason: Exception) -> None:
 
 
 def _folders(config: DictConfig, name: str, *, this_job: bool) -> Iterator[Path]:
-    """Find run folders by name, of single runs and in sweeps, and the folder given as ``hydra.run.dir``."""
+    """Find the run folders of single runs and sweeps by name, and the folder in ``hydra.run.dir``."""
     root, seed = Path(config.paths.log_dir, config.task_name), config.seed
     prefix = glob.escape(name) + ("" if this_job else "*")
     for pattern in (f"{prefix}/seed_{seed}/*", f"sweep_*/{prefix}/seed_{seed}/*"):
@@ -126,7 +130,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def _progress(path: Path) -> tuple[int, int, bool, int]:
-    """Return the progress of a run at a checkpoint as a sort key; the largest key is resumed."""
+    """Return the progress of a run at a checkpoint as a sort key. The checkpoint with the largest key is resumed."""
     try:
         stored, modified = read_checkpoint_file(path, mapped=True, verify=False), path.stat().st_mtime_ns
     except (UsageError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Build the ``--help`` text from the comments in ``conf/``. Imports nothing heavy, because composing takes seconds."""
+"""Build the ``--help`` text from the comments in ``conf/``, without Hydra, because composing a config takes seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECTIONS = ("data", "model", "trainer")  # besides the top level of the config
 
 
 def help_text(name: str) -> str:
-    """Return the help of a command: examples, groups with their options, main settings with their meaning."""
+    """Return the help of a command: examples, groups with their options, and main settings with their comments."""
     path = CONF_DIR / f"{name}.yaml"
     chosen = _choices(path)
     parts = [_head(path)]
@@ -36,7 +36,7 @@ def _head(path: Path) -> str:
 
 
 def _choices(path: Path) -> dict[str, str]:
-    """Map the groups of a defaults list to their selected options, including the options of its experiment."""
+    """Map the groups of a defaults list to their selected options, including the groups that its experiment selects."""
     matches = [match for match in map(_CHOICE.match, _lines(path)) if match is not None and match["option"] != "null"]
     options = {match["group"]: match["option"] for match in matches}
     experiment = CONF_DIR / "experiment" / f"{options.get('experiment')}.yaml"
@@ -48,10 +48,10 @@ def _groups(path: Path) -> Iterator[str]:
     for match in map(_CHOICE.match, _lines(path)):
         if match is None or not match["meaning"]:
             continue
-        # A defaults list below the top level names groups relative to its own group.
+        # Below the top level, group names in a defaults list are relative to the group of the list.
         group = match["group"] if path.parent == CONF_DIR else f"{path.parent.name}/{match['group']}"
         files = sorted((CONF_DIR / group).glob("*.yaml"))
-        # A `default` file that others include is their base, and an option only if it is selected.
+        # A `default` file that other options include is their base. It is an option only if it is selected.
         included = any("  - default" in _lines(file) for file in files)
         hidden = {"default"} - {match["option"]} if included else set()
         names = [file.stem for file in files if file.stem not in hidden]
@@ -63,7 +63,7 @@ def _groups(path: Path) -> Iterator[str]:
 
 
 def _settings(path: Path, chosen: dict[str, str]) -> dict[str, tuple[str, str]]:
-    """Map the documented settings to their values and meanings, composed in Hydra's order."""
+    """Map the documented settings to their values and comments, composed in Hydra's order."""
     settings: dict[str, tuple[str, str]] = {}
     files = [(CONF_DIR / group / f"{chosen[group]}.yaml", group) for group in (*_SECTIONS, "env") if group in chosen]
     files += [(path, "")]
@@ -82,7 +82,7 @@ def _settings(path: Path, chosen: dict[str, str]) -> dict[str, tuple[str, str]]:
 
 
 def _fields(path: Path, package: str) -> Iterator[tuple[str, str, str]]:
-    """Yield key, value and comment of each scalar; included files come first."""
+    """Yield key, value and comment of each scalar setting, first from the included files."""
     header = re.match(r"# @package (\S+)\n", path.read_text())
     if header is not None:
         package = header[1].replace("_global_", "")

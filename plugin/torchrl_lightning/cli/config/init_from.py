@@ -1,4 +1,4 @@
-"""Start a run with the weights and normalisation moments of another run. Everything else starts fresh.
+"""Start a run with the weights and normalisation moments of another run. No other state is loaded.
 
 If the other run has a different learner, such as behaviour cloning, only the weights of its actor are loaded.
 """
@@ -38,7 +38,7 @@ class InitFrom(Callback):
         except (ValueError, ImportError) as error:
             raise UsageError(f"init_from={source}: {error}.") from error
         self._weights: dict[str, Any] = dict(stored["state_dict"])
-        self._new_networks: list[str] = []  # networks with new weights
+        self._new_networks: list[str] = []  # networks that keep their initial weights
         self._config = stored.get(CONFIG)
 
     def check(self, data: Any, model: Any) -> None:
@@ -64,7 +64,7 @@ class InitFrom(Callback):
         try:
             self._weights, self._new_networks = initial_weights(build_copy, {"state_dict": self._weights}, own=True)
         except ValueError as error:
-            # Compare the learners only on an error: another learner's weights may fit, such as A2C weights in PPO.
+            # Compare the learners only after an error, because weights of another learner may fit, such as A2C in PPO.
             source_class, own_class = self._learner(), type(model)
             if source_class in (None, own_class):
                 raise
@@ -74,17 +74,17 @@ class InitFrom(Callback):
             ) from error
 
     def _learner(self) -> Any:
-        """Return our class that learned the weights; None if the file does not name it."""
+        """Return the learner class of this package that trained the weights, or None if the file does not name it."""
         model = self._config.get("model") if isinstance(self._config, Mapping) else None
         name = model.get("_target_") if isinstance(model, Mapping) else None
         return resolve_target(name) if isinstance(name, str) else None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Load weights and moments; networks and optimizers exist by now."""
+        """Load weights and moments. At this point, networks and optimizers exist."""
         try:
             initial_weights = pl_module.state_dict() if self._new_networks else {}
             pl_module.load_state_dict({**initial_weights, **self._weights})
-        except RuntimeError as error:  # a user's module, which check() cannot try
+        except RuntimeError as error:  # the module is the user's, so check() could not test it
             raise self._usage_error(error) from error
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         data.load_normalization(self._statistics)
@@ -107,7 +107,7 @@ def _read_source(source: str) -> tuple[str | Path, dict[str, Any]]:
 
 
 def load_init_from(cfg: DictConfig, changed_settings: Mapping[str, tuple[Any, Any]]) -> InitFrom | None:
-    """Return the ``init_from`` source of a run; None without ``init_from`` or if the run resumes a checkpoint.
+    """Return the ``init_from`` source of a run, or None if it is not set or the run resumes a checkpoint.
 
     Args:
         cfg: The config of the run.

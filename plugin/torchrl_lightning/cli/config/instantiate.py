@@ -1,4 +1,4 @@
-"""Build the parts of a config, name a wrong setting in one line, and save the config in checkpoints."""
+"""Build the parts of a config, report a wrong setting in one line, and save the config in checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchrl_lightning.cli.error_messages import UsageError
 from torchrl_lightning.deploy.loading import CONFIG
 from torchrl_lightning.environments.install_hint import install_hint
 
-# Errors that constructors raise for bad arguments; any other error is a bug and keeps its traceback.
+# Errors that constructors raise for invalid arguments. Any other error is a bug and keeps its traceback.
 SETTING_ERRORS = (ValueError, TypeError, KeyError, ImportError)
 # Remedies to append to messages of other libraries.
 _REMEDIES = {
@@ -33,7 +33,7 @@ _REMEDIES = {
 
 
 def build_part(cfg: DictConfig, key: str, **arguments: Any) -> Any:
-    """Instantiate the node ``key`` of a config with further arguments; raise UsageError for an invalid setting."""
+    """Instantiate the node ``key`` of a config with additional arguments; raise UsageError for an invalid setting."""
     from hydra.errors import InstantiationException
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -54,13 +54,13 @@ def check_parts(
     compare: Callable[[], None] | None = None,
     trainer: Trainer | None = None,
 ) -> None:
-    """Build environment, buffer and networks once and release them; raise UsageError for an incompatible setting.
+    """Build and release environment, buffer and networks as a test; raise UsageError for an incompatible setting.
 
-    ``compare`` compares the networks with a checkpoint before they are allocated. With a trainer, the networks also
-    run forward and backward.
+    ``compare`` compares the networks with a checkpoint before the networks are allocated. If a trainer is given, the
+    test also includes a forward and a backward pass.
     """
     setting = "data"
-    # Building a trial must not advance the run's own random generator.
+    # The test must not advance the random generator of the run.
     with torch.random.fork_rng(devices=[]):
         try:
             for argument in data.check_fit(model):
@@ -71,7 +71,7 @@ def check_parts(
             if (build_model := module_factory(model, data)) is not None:
                 with network_errors(model, data.specs):
                     trial_model = build_model()
-                # The trial runs on the CPU, which may not support a network for a GPU; the trainer tries it there.
+                # The CPU may not support a network for a GPU. If the run uses a GPU, the trainer tests the network.
                 on_cpu = trainer is not None and trainer.strategy.root_device.type == "cpu"
                 if isinstance(trial_model, AgentModule) and on_cpu:
                     trial_model.dry_run_networks(data.specs, trainer)
@@ -95,7 +95,7 @@ def setting_errors(cfg: DictConfig, key: str) -> Iterator[None]:
 
 
 def describe(cfg: DictConfig, key: str, error: BaseException) -> str:
-    """Return an error's message after the full name of its setting, if the message starts with a setting."""
+    """Return an error's message. If it starts with a setting, replace the setting by its full name."""
     text = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
     text += next((remedy for part, remedy in _REMEDIES.items() if part in text), "")
     if isinstance(error, ImportError) and "torchrl-lightning[" not in text:
@@ -109,13 +109,13 @@ def describe(cfg: DictConfig, key: str, error: BaseException) -> str:
         node = OmegaConf.select(cfg, holder)
         if isinstance(node, DictConfig) and name_match is not None and name_match[1] in node:
             setting = f"{name_match[1]}={node[name_match[1]]}"
-            # For a list, the message already includes the entry.
+            # For an entry of a list, the message already includes the value.
             return f"{holder}.{text}" if name_match[2] or text.startswith(setting) else f"{holder}.{setting}: {text}"
     return text if isinstance(error, IncompatibleError) else f"{key}: {text}"
 
 
 class SaveConfig(Callback):
-    """Save the config of a run in each checkpoint, so that the file is usable outside its run folder.
+    """Save the config of a run in each checkpoint, so that the checkpoint is usable outside its run folder.
 
     Args:
         cfg: The whole config.

@@ -1,4 +1,4 @@
-"""Replace a part of a config by a part of another class, without the settings of the old class."""
+"""Replace a part of a config by a part of another class, and drop the settings of the old class."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from omegaconf.errors import OmegaConfBaseException
 from torchrl_lightning._hydra.schemas import GROUP, schema, schema_data
 
 _TARGET = "_target_"
-_DIRECTIVES = ("_partial_", "_convert_")  # how Hydra builds a part of any class
+_DIRECTIVES = ("_partial_", "_convert_")  # Hydra's directives for parts of any class
 
 
 def targets_in(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield path and class of each part in plain data, outer parts first.
 
-    A top-level group such as ``data`` is not a part: only a subclass can replace it, with the same settings.
+    A top-level group such as ``data`` is not a part, because only a subclass with the same settings can replace it.
 
     Examples:
         >>> [*targets_in({"data": {"_target_": "a.B", "buffer": {"_target_": "c.D", "sampler": {"_target_": "e.F"}}}})]
@@ -39,7 +39,7 @@ def targets_in(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def targets_of(overrides: Iterable[Override]) -> list[tuple[str, str]]:
-    """Return path and class of each part that gets its class on the command line."""
+    """Return path and class of each part if the command line sets the class."""
     return [*targets_in(_plain(command_layer(overrides)))]
 
 
@@ -53,7 +53,7 @@ def command_layer(overrides: Iterable[Override]) -> DictConfig:
 
 
 def file_layers(loader: ConfigLoader, config_name: str | None, lines: list[str]) -> Iterator[Any]:
-    """Yield the settings of each file of a composed config, in Hydra's order, below their packages."""
+    """Yield the settings of each file of a composed config in Hydra's order, at the path of the file's package."""
     for default in loader.compute_defaults_list(config_name, lines, RunMode.RUN).defaults:
         path = str(default.config_path)
         source = next((source for source in loader.get_sources() if source.is_config(path)), None)
@@ -65,12 +65,12 @@ def file_layers(loader: ConfigLoader, config_name: str | None, lines: list[str])
 
 
 def renamed_parts(config: DictConfig) -> list[str]:
-    """Return the paths of all parts with another class than their schema."""
+    """Return the paths of all parts with a class that differs from the class of their schema."""
     return [path for path, target in targets_in(_plain(config)) if _schema_target(config, path) not in (None, target)]
 
 
 def close_schemas(config: DictConfig) -> bool:
-    """Close the schemas of a config again; return False if a part has a setting that its schema lacks.
+    """Close the schemas of a config again. Return False if a part has a setting that its schema lacks.
 
     Args:
         config: A config composed within :func:`~torchrl_lightning._hydra.schemas.open_schemas`.
@@ -90,7 +90,7 @@ def close_schemas(config: DictConfig) -> bool:
 
 
 def replace_part(config: DictConfig, path: str, target: str) -> None:
-    """Replace a part of a config by an empty part of a class; keep only the directives of the old part."""
+    """Replace a part of a config by a part of another class with only the directives of the old part."""
     outer, _, name = path.rpartition(".")
     holder = OmegaConf.select(config, outer)
     old = _plain(holder)[name]
@@ -103,7 +103,7 @@ def replace_part(config: DictConfig, path: str, target: str) -> None:
 
 
 def replace_parts(config: DictConfig, paths: Iterable[str], layers: Sequence[Any]) -> dict[str, list[str]]:
-    """Replace parts that get a new class in a later layer, and keep only the settings from that layer on.
+    """Replace each part if a later layer sets a new class, and keep only the settings from this layer on.
 
     Args:
         config: The composed config.
@@ -111,7 +111,7 @@ def replace_parts(config: DictConfig, paths: Iterable[str], layers: Sequence[Any
         layers: The settings of each file, and of the command line, in order.
 
     Returns:
-        The replaced parts, each with the dropped settings of its old class.
+        A dict that maps each replaced part to the dropped settings of its old class.
 
     Raises:
         ConfigCompositionException: A class of this package does not have the setting.
@@ -146,7 +146,7 @@ def replace_parts(config: DictConfig, paths: Iterable[str], layers: Sequence[Any
 
 
 def is_within(key: str, outer: str) -> bool:
-    """Return True if a setting equals ``outer`` or is below it."""
+    """Return True if the setting ``key`` equals ``outer`` or is below ``outer``."""
     return key == outer or key.startswith((f"{outer}.", f"{outer}/"))
 
 

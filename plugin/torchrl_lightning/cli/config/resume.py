@@ -1,7 +1,7 @@
 """Read the record of a checkpoint's run, compose a resumed run from it, and check that the checkpoint fits.
 
 A setting of the command overrides the checkpoint's setting, which overrides the presets in ``conf/``.
-``changed_settings.py`` does the same for settings in restored states, such as learning rates. Imports nothing heavy.
+``changed_settings.py`` applies settings in restored states, such as learning rates. This module has only light imports.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from torchrl_lightning.cli.error_messages import UsageError
 
 # Settings that always come from the current run, not from the checkpoint.
 _CURRENT_RUN = {"ckpt_path", "trusted", "paths", "hparams_search", "hydra"}
-# Process settings that must not come from a file of someone else.
+# Process settings that must not come from a file of another person.
 _PROCESS_SETTINGS = {"trainer.profiler", "trainer.detect_anomaly"}
 _FOLDER_SETTINGS = {"dirpath", "save_dir", "default_root_dir"}
-# These settings decide where files are written, so they are restored only from a trusted checkpoint.
+# These settings contain the paths of output files, so they are restored only from a trusted checkpoint.
 _TRUSTED_ONLY = {"callbacks", "logger", "task_name"}
 _DEFAULT_TRAINER = {"_target_": "lightning.Trainer", "plugins": [{"_target_": "torchrl_lightning.AtomicCheckpointIO"}]}
 # Groups that a resumed run may change, because training does not depend on them.
@@ -48,9 +48,9 @@ _OPTION_NAME = re.compile(r"[\w/-]+")
 
 @dataclass(frozen=True)
 class Record:
-    """The whole config, selected groups and overrides of a checkpoint's run.
+    """The complete config, the selected groups and the overrides of a checkpoint's run.
 
-    ``trusted`` is True if this command sets ``trusted=true``.
+    ``trusted`` is True if the current command sets ``trusted=true``.
     """
 
     config: dict[str, Any]
@@ -84,7 +84,7 @@ def plain(node: Any) -> Any:
 
 
 def read_record(stored: Mapping[str, Any], path: str | Path, *, trusted: bool = False) -> Record | None:
-    """Return the record in the content of a checkpoint; None if our commands did not write it."""
+    """Return the record in the content of a checkpoint, or None if our commands did not write the checkpoint."""
     from torchrl_lightning.deploy.loading import CONFIG
 
     config, command = stored.get(CONFIG), stored.get(COMMAND)
@@ -110,7 +110,7 @@ def inherited_overrides(record: Record, path: str | Path) -> list[Override]:
     """Return the parsed overrides that a resumed run inherits.
 
     Overrides with more than a plain value, such as an interpolation, are left out, because the config has the value.
-    The same applies to overrides that contradict the config. Only plain text reaches Hydra's parser.
+    Overrides that contradict the config are also left out. Only plain text is passed to Hydra's parser.
     """
     parser = OverridesParser.create()
     overrides: list[Override] = []
@@ -140,16 +140,16 @@ def inherited_overrides(record: Record, path: str | Path) -> list[Override]:
 def resume_overrides(
     record: Record, path: str | Path, command_overrides: Iterable[Override], is_group: Callable[[str], bool]
 ) -> list[Override]:
-    """Return the overrides of a resumed run: the inherited overrides, then the overrides of this command.
+    """Return the inherited overrides of a resumed run, followed by the overrides of this command.
 
     Args:
         record: The record of the checkpoint.
         path: The checkpoint.
         command_overrides: The overrides of this command.
-        is_group: Return True if a key is a config group.
+        is_group: A function that returns True if a key is a config group.
 
     Raises:
-        UsageError: This command selects another option of a group than the run.
+        UsageError: For a config group, this command and the run select different options.
     """
     own_overrides: list[Override] = []
     for override in command_overrides:
@@ -193,7 +193,7 @@ def needs_trust(config: dict[str, Any]) -> bool:
 
 
 def missing_choices(record: Record, choices: Mapping[str, str | None], chosen: Collection[str]) -> list[str]:
-    """Return overrides that restore the run's groups if YAML now selects other options, without those in ``chosen``."""
+    """Return overrides that restore the run's groups if YAML now selects other options; skip groups in ``chosen``."""
     differing = [
         f"{group}={option or 'null'}"
         for group, option in record.choices.items()
@@ -211,12 +211,12 @@ def missing_choices(record: Record, choices: Mapping[str, str | None], chosen: C
 def restore_settings(
     config: DictConfig, base_config: DictConfig, record: Record, command_overrides: Iterable[Override]
 ) -> None:
-    """Restore the checkpoint's values in a composed config for all settings that YAML has changed since.
+    """Restore the checkpoint's values in a composed config if the YAML files now have other values.
 
     Args:
         config: The config to run, composed from the groups and overrides of the run and of this command.
         base_config: The config composed only from the groups and overrides of the run.
-        record: The record of the checkpoint. Values from ``paths``, such as the folder, come from the current run.
+        record: The record of the checkpoint. Its ``paths`` are not restored, because the current run defines them.
         command_overrides: The overrides of this command, which take precedence.
     """
     base_config = base_config.copy()
@@ -231,7 +231,7 @@ def restore_settings(
                 current_targets = dict(targets_in(OmegaConf.to_container(target_config)))
                 if current_targets.get(part, target) != target:
                     replace_part(target_config, part, target)
-    # Restore plain settings first: an interpolated setting then often has the checkpoint's value already.
+    # Restore plain values first: an interpolation of a restored value often equals the checkpoint's value.
     for interpolated in (False, True):
         for keys, value in [*_changed_values(base_config, record.config, interpolated=interpolated)]:
             name = ".".join(keys)
@@ -250,7 +250,7 @@ def set_process_settings(
 
     Args:
         config: The config to run.
-        compose_own: Compose a config only from this command.
+        compose_own: A function that composes a config only from this command.
         command_overrides: The overrides of this command.
     """
     keys = {_key(override) for override in command_overrides}
@@ -261,7 +261,7 @@ def set_process_settings(
 
 
 def differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Map the settings that differ between two configs to both values; a missing value is ``"absent"``.
+    """Map each setting that differs between two configs to its two values. A missing value is ``"absent"``.
 
     Examples:
         >>> differences({"model": {"gamma": 0.9, "tau": 1.0}}, {"model": {"gamma": 0.99, "tau": 1.0}})
@@ -277,7 +277,7 @@ def differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> dict[s
 
 
 def config_diff(stored: Mapping[str, Any], path: str | Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the differences between a checkpoint's config and a config, except for the run folder."""
+    """Return the differences between a checkpoint's config and the current config, except for the run folder."""
     record = read_record(stored, path)
     if record is None:
         return {}
@@ -313,9 +313,9 @@ def check_checkpoint(
 
     With ``plays``, the check compares only environment and networks, because an evaluation builds nothing else.
 
-    The check builds a copy of the model without memory. With ``resumes``, it also compares the optimizer states, on a
-    second copy in memory. A ``world_size`` of None accepts any number of ranks. If ``config`` is given, the error names
-    the model settings that differ.
+    The check builds a copy of the model without allocating its tensors. With ``resumes``, it also builds a copy in
+    memory and compares the optimizer states. A ``world_size`` of None accepts any number of ranks. If ``config`` is
+    given, the error names the model settings that differ.
     """
     from torchrl_lightning._core.ranks import state_of_rank
     from torchrl_lightning.agents.base import AgentModule
@@ -346,7 +346,7 @@ def check_checkpoint(
 
 
 def module_factory(model: Any, data: Any) -> Callable[[], Any] | None:
-    """Return a factory of model copies with the networks for a DataModule; None if the model cannot build networks."""
+    """Return a function that builds copies of a model with networks, or None if the model cannot build networks."""
     if LearnerApi.of(model).build is None:
         return None
     specs, options = data.specs, data.build_options
@@ -374,7 +374,7 @@ def _check_trust(config: Mapping[str, Any], path: str | Path, *, trusted: bool) 
 
 
 def _replaced_parts(record: Record, command_overrides: Iterable[Override]) -> set[str]:
-    """Return the parts of a run that get another class on the command line."""
+    """Return each part of a run if the command line sets another class for the part."""
     stored = dict(targets_in(record.config))
     return {part for part, target in targets_of(command_overrides) if stored.get(part, target) != target}
 
@@ -389,7 +389,7 @@ def _lookup(config: Any, key: str) -> list[Any]:
 
 
 def _has_value(value: Any, config: Any, key: str) -> bool:
-    """Return True if a setting of a config has this value; a mapping needs to match only its own keys."""
+    """Return True if a setting of a config equals ``value``. A mapping may have additional entries in the config."""
     values = _lookup(config, key)
     if values and isinstance(value, Mapping):
         return all(_has_value(entry, values[0], part) for part, entry in value.items())
@@ -411,7 +411,7 @@ def _settings(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def _changed_values(
     node: DictConfig, stored: Mapping[str, Any], keys: tuple[str, ...] = (), *, interpolated: bool
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the settings that differ from the checkpoint: interpolations if ``interpolated``, else plain values."""
+    """Yield the settings that differ from the checkpoint, either interpolations or plain values (``interpolated``)."""
     for key, value in stored.items():
         path = (*keys, key)
         child = node._get_node(key, validate_access=False)
@@ -427,11 +427,11 @@ def _changed_values(
             if is_missing or plain(OmegaConf.create({"value": node[key]}))["value"] != value:
                 yield path, value
         except OmegaConfBaseException:
-            continue  # only a running job has the value, such as the folder
+            continue  # the value, such as the folder, exists only in a running job
 
 
 def _assign(config: DictConfig, keys: Collection[str], value: Any) -> None:
-    """Set a value, unless this command has removed its parent or its class no longer has the setting."""
+    """Set a value, unless this command has removed the parent, or the parent's class no longer has the setting."""
     *path, last = keys
     with suppress(OmegaConfBaseException, TypeError):
         holder: Any = reduce(getitem, path, config)

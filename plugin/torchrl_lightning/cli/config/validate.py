@@ -65,7 +65,7 @@ def check_config(cfg: DictConfig) -> None:
 
 
 def check_command(cfg: DictConfig) -> None:
-    """Validate overrides; raise UsageError if one is wrong, such as ``+data=gae``, or print a note if it is unclear."""
+    """Validate overrides: raise UsageError for a wrong one, such as ``+data=gae``; print a note for an unclear one."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -78,7 +78,7 @@ def check_command(cfg: DictConfig) -> None:
     for override in overrides:
         group_override = re.match(rf"\+({'|'.join(_GROUPS)})=(.*)", override)
         if group_override is not None:
-            # Hydra would merge it over the group's first choice and over the experiment's settings.
+            # Hydra would merge this option over the selected option of the group and over the experiment's settings.
             raise UsageError(
                 f"{override} would be merged into the selected option; select another one with "
                 f"{group_override[1]}={group_override[2]}."
@@ -135,7 +135,7 @@ def read_resumed_checkpoint(cfg: DictConfig) -> dict[str, Any]:
     if CONFIG not in stored:  # a run with the user's own Trainer
         return stored
     try:
-        # Skip the folders: the current config defines the folders of this run.
+        # Skip other groups, such as paths: the current config defines the folders of this run.
         extract_config(stored, path, "data", "model", trusted=trusted)
     except ValueError as error:
         raise UsageError(f"{error}; {TRUST}.") from error

@@ -1,7 +1,8 @@
-"""Lock the folder of a run and write the record of its config. Imports nothing heavy.
+"""Lock the folder of a run and write the record of its config. This module has only light imports.
 
-The system releases a lock when its process ends for any reason. The record has the files that Hydra writes by default:
-Hydra would write them before it calls the task, even into the folder of another active run.
+The system releases a lock when the process ends for any reason. The record consists of the files that Hydra writes by
+default. This module writes them instead, because Hydra would write before it calls the task, even into the folder of
+another active run.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def locked(folder: Path, name: Path = _LOCK_FILE) -> Iterator[None]:
 
 
 def _open_lock(path: str, flags: int) -> int:
-    """Open a lock file without following a link: the file will be truncated, and the folder may be untrusted."""
+    """Open a lock file, but do not follow a link: the file will be truncated, and the folder may be untrusted."""
     return os.open(path, flags | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
@@ -79,7 +80,7 @@ def has_lock(folder: Path) -> bool:
 
 
 def is_abandoned(folder: Path) -> bool:
-    """Return True if a run has started in a folder and no running process writes to it."""
+    """Return True if a training run has started in a folder, but its process has ended."""
     try:
         check_unlocked(folder)
     except UsageError:
@@ -88,8 +89,11 @@ def is_abandoned(folder: Path) -> bool:
 
 
 def is_follower() -> bool:
-    """Return True if this process is not the first of a distributed run; only the first writes the run's folder."""
-    ranks = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")  # Lightning's, torchrun's and SLURM's
+    """Return True if this process is not the first process of a distributed run.
+
+    Only the first process writes the run's folder.
+    """
+    ranks = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")  # of Lightning, torchrun and SLURM
     return any(os.environ.get(name, "0") not in ("", "0") for name in ranks)
 
 
@@ -119,11 +123,11 @@ class RunRecord:
             self._contents = {f"{name}.yaml": OmegaConf.to_yaml(node) for name, node in nodes.items()}
 
     def write(self, folder: Path, *, replace: bool = True) -> None:
-        """Write each file atomically below a folder; without Hydra, write nothing.
+        """Write each file atomically below a folder. Without Hydra, write nothing.
 
         Args:
             folder: The folder of the run.
-            replace: Replace the record of another run.
+            replace: Replace an existing record.
         """
         if not replace and (folder / FOLDER / "config.yaml").exists():
             return
@@ -136,7 +140,7 @@ class RunRecord:
 
 
 def with_run_record(task: Callable[[Any], float]) -> Callable[[Any], float]:
-    """Wrap a task so that it first writes its record, unless its folder belongs to a training run."""
+    """Wrap a task: write the record of its config first, unless the folder belongs to a training run."""
 
     @wraps(task)
     def recorded_task(cfg: Any) -> float:

@@ -14,7 +14,7 @@ from torchrl_lightning.cli.error_messages import exit_with_one_line
 from torchrl_lightning.cli.run_folder.folder import SWEEP, is_abandoned, is_follower, locked
 
 _log = logging.getLogger(__name__)
-_locks = ExitStack()  # a module attribute, because launchers pickle the callback
+_locks = ExitStack()  # not an attribute of the callback, because launchers pickle the callback
 
 
 class SweepFolder(Callback):
@@ -24,7 +24,7 @@ class SweepFolder(Callback):
     """
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Lock the folder; exit if another process holds the lock, because Hydra catches all errors but SystemExit."""
+        """Lock the folder, or raise SystemExit if another process holds the lock. Hydra catches all other errors."""
         if "study_name" not in config.hydra.sweeper and not is_follower():
             with exit_with_one_line():
                 _locks.enter_context(locked(Path(config.hydra.sweep.dir), SWEEP))
@@ -37,8 +37,8 @@ class SweepFolder(Callback):
 class SearchFolder(Callback):
     """Create the folder of a search, which contains its study, before the sweeper opens the study.
 
-    If the search continues an existing study, this callback marks trials as failed if their runs were killed during
-    training and their folders are on this machine. No other component marks them.
+    In an existing study, this callback marks a trial as failed if its run was killed during training and the run's
+    folder is on this machine. No other component marks these trials.
     """
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -53,7 +53,7 @@ def end_killed_trials(study_name: str, storage: Any) -> None:
 
     try:
         study = optuna.load_study(study_name=study_name, storage=storage)
-    except KeyError:  # the sweeper creates it with the first trial
+    except KeyError:  # the sweeper creates the study with the first trial
         return
     for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
         folder = trial.user_attrs.get("folder")

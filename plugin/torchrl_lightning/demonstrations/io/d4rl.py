@@ -24,22 +24,23 @@ OPTIONAL = (*END_FLAGS, "next_observations")
 def d4rl_demonstrations(
     path: Path, specs: EnvironmentSpecs, time_limit: int | None = None, *, limit: int = FILE_BYTES
 ) -> Iterator[Demonstration]:
-    """Read the episodes of a D4RL file, one at a time; needs h5py from the extra ``d4rl`` or ``minari``.
+    """Read the episodes of a D4RL file, one at a time; requires h5py from the extra ``d4rl`` or ``minari``.
 
-    Without ``next_observations`` the transitions equal D4RL's ``qlearning_dataset``. The step of a timeout is
-    left out, because the observation after it is unknown; so is the last step of the file unless it ends an episode.
-    The observation before that step becomes the last observation of the shortened episode. The observation after a
-    terminal step is unknown and not needed. ``infos`` and other entries are not read.
+    For files without ``next_observations``, the transitions equal D4RL's ``qlearning_dataset``. The step of a timeout
+    is left out, because the observation after that step is unknown. For the same reason, the last step of the file is
+    left out unless it ends an episode. The observation before the omitted step becomes the last observation of the
+    shortened episode. The observation after a terminal step is unknown, but not required. ``infos`` and other entries
+    are not read.
 
     Args:
         path: The file.
-        specs: The specs of the environment, which must have one observation array.
+        specs: The specs of the environment. Its observation must be one array.
         time_limit: The number of steps until a timeout, for files without ``timeouts``.
-        limit: The maximum declared size of the arrays in bytes.
+        limit: The maximum size in bytes that the file may declare for its arrays.
 
     Raises:
         ImportError: h5py is not installed.
-        ValueError: The file is damaged, lacks an entry, marks no episode end, or exceeds ``limit``.
+        ValueError: The file is damaged, lacks an entry or an episode end, or exceeds ``limit``.
     """
     key = single_observation_key(specs, "a D4RL file", "choose an environment with one observation array")
     with open_hdf5(path) as file:
@@ -69,13 +70,13 @@ def d4rl_demonstrations(
 
 
 def _read_arrays(file: Any, path: Path, limit: int) -> dict[str, Array]:
-    """Read the entries of a file, ``[T, ...]`` each."""
+    """Return the arrays ``[T, ...]`` in a file as a dict."""
     from h5py import Dataset
 
     datasets = {name: file[name] for name in (*REQUIRED, *OPTIONAL) if name in file}
     if missing := [name for name in REQUIRED if name not in datasets]:
         raise ValueError(f"{path} was refused: a D4RL file must contain {' and '.join(missing)}.")
-    # A group has neither shape nor dtype, and an empty data set no shape.
+    # An HDF5 group does not have a shape and dtype, and an empty data set does not have a shape.
     shapes = {name: entry.shape or () if isinstance(entry, Dataset) else () for name, entry in datasets.items()}
     for name, entry in datasets.items():
         if not shapes[name] or shapes[name][:1] != shapes["rewards"][:1] or entry.dtype.kind not in "biuf":

@@ -43,18 +43,18 @@ def buffered_episodes(
 ) -> Iterator[Demonstration]:
     """Read the episodes in a buffer, one environment after another.
 
-    Skip an episode if its first step was overwritten. An episode that is unfinished, or was cut by a restart, is
-    neither terminated nor truncated, so that the value of the next state counts.
+    Skip an episode if its first step was overwritten. If an episode is unfinished, or a restart cut it, both
+    ``terminated`` and ``truncated`` are False, so that the value of the next state counts.
 
     Args:
-        source: The buffer, or a state that contains buffers. Other processes that share the buffer wait meanwhile.
+        source: The buffer, or a state that contains buffers. Processes that share the buffer wait during the reading.
         specs: The specs of the buffer's environment, without a frame stack.
-        frame_stack: The number of images that the environment stacks. Only the newest of each stack is read.
+        frame_stack: The number of images that the environment stacks. Only the newest image of each stack is read.
         fields: Other fields of the demonstrations.
 
     Raises:
         DemonstrationFault: The source lacks a buffer, or a buffer lacks ``done`` flags or entries of the environment.
-        ValueError: A state is damaged, or belongs to a buffer that stores the frames of a stack once.
+        ValueError: A state is damaged, or its buffer stores each image of overlapping frame stacks only once.
     """
     buffers = [source] if isinstance(source, ExperienceBuffer) else list(buffers_in(source))
     if not buffers:
@@ -92,7 +92,7 @@ def _ring_episodes(
 
 
 def _check_observations(rows: Any, specs: EnvironmentSpecs, frame_stack: int) -> None:
-    """Raise an error if rows lack an entry, or an observation has neither the spec's shape nor a frame stack's."""
+    """Raise an error if rows lack an entry, or an observation has a wrong shape. Frame stacks are valid."""
     for key in (*specs.keys, ACTION, REWARD):
         if rows.get(key, None) is None:
             raise DemonstrationFault(f"the buffer must contain the entry {key!r}, got {sorted(rows.keys())}.")
@@ -107,10 +107,10 @@ def _check_observations(rows: Any, specs: EnvironmentSpecs, frame_stack: int) ->
 
 
 def buffers_in(state: Any, depth: int = _MAX_DEPTH) -> Iterator[ExperienceBuffer]:
-    """Build the replay buffers of a nested state, with their steps only.
+    """Build the replay buffers of a nested state; restore only their steps.
 
     Raises:
-        ValueError: A state is damaged, or belongs to a buffer that stores the frames of a stack once.
+        ValueError: A state is damaged, or its buffer stores each image of overlapping frame stacks only once.
     """
     entries = list(state.values()) if isinstance(state, Mapping) else state if isinstance(state, list) else []
     storage, writer = (state.get(name) if isinstance(state, Mapping) else None for name in ("storage", "writer"))
@@ -133,11 +133,11 @@ def read_dataset(dataset: Any, env: Any, *, limit: int | None = None) -> list[De
     """Read the demonstrations of a data set for one environment.
 
     Args:
-        dataset: A directory; a file, also D4RL's ``.hdf5``; ``"minari:ID"`` for a local Minari data set; or a
-            ``minari.MinariDataset``. Unusable files of a directory are skipped with a warning.
+        dataset: A path, ``"minari:ID"`` for a local Minari data set, or a ``minari.MinariDataset``. The path is a
+            directory or a file, such as D4RL's ``.hdf5``. Unusable files of a directory are skipped with a warning.
         env: The environment of the demonstrations: its id, recipe, factory or instance.
-        limit: The maximum size in bytes, unpacked. None is 1 GiB for a file and 4 GiB for a directory or a Minari data
-            set. The sizes that the files declare are compared with it, and with the free memory, before unpacking.
+        limit: The maximum unpacked size in bytes. None is 1 GiB for a file, and 4 GiB for a directory or a Minari data
+            set. Before unpacking, the declared sizes of the files are compared with ``limit`` and the free memory.
 
     Raises:
         DemonstrationFault: The data set does not exist, is empty, or does not fit the environment.
@@ -173,7 +173,7 @@ Name a directory of demonstrations, or a .npz, .safetensors or .hdf5 file.
 
 
 def dataset_path(dataset: Any) -> Path | None:
-    """Return the path of a data set in a directory or a file; None for a Minari data set.
+    """Return the path of a data set in a directory or a file, or None for a Minari data set.
 
     Raises:
         DemonstrationFault: The path does not exist.
@@ -190,7 +190,7 @@ def dataset_path(dataset: Any) -> Path | None:
 
 
 def _time_limit(recipe: EnvironmentRecipe | None) -> int | None:
-    """Return the number of steps after which an environment truncates its episodes; None if unknown."""
+    """Return the maximum number of steps in an episode of an environment; None if unknown."""
     if recipe is not None and recipe.time_limit is None and isinstance(recipe.id, str):
         return gym.spec(recipe.id).max_episode_steps
     return None if recipe is None else recipe.time_limit
@@ -199,20 +199,20 @@ def _time_limit(recipe: EnvironmentRecipe | None) -> int | None:
 def write_dataset(dataset: str, source: Source, env: Any) -> None:
     """Write episodes of an environment as a local Minari data set that :func:`read_dataset` can read.
 
-    An episode from a buffer is skipped if its first steps were overwritten. If it is unfinished or was cut by a
-    restart, it is truncated at its last stored step. Only the newest of stacked images is written. If the last
-    observation is unknown, the previous one replaces it. The recipe and the frame skip of the environment are
-    written, and checked on reading. The human flag, the value and other metadata are lost.
+    An episode from a buffer is skipped if its first steps were overwritten. If an episode is unfinished, or a restart
+    cut it, it is truncated at its last stored step. Only the newest image of a frame stack is written. If the last
+    observation is unknown, the previous observation replaces it. The recipe and the frame skip of the environment are
+    written, and :func:`read_dataset` checks them. The human flag, the value and other metadata are lost.
 
     Args:
         dataset: ``"minari:ID"``, for example ``"minari:cartpole/own-v0"``.
-        source: A replay buffer; the folder that its ``dumps`` wrote; a state that contains buffers; demonstrations; or
-            a path that :func:`read_dataset` accepts.
+        source: A replay buffer, the folder that a buffer's ``dumps`` wrote, a state that contains buffers,
+            demonstrations, or a path that :func:`read_dataset` accepts.
         env: The environment of the episodes: its id, recipe, factory or instance.
 
     Raises:
-        DemonstrationFault: The data set exists already, or the source lacks a complete episode, has episodes of another
-            environment, or lacks ``done`` flags. Nothing is written then.
+        DemonstrationFault: The data set exists already. Or the source lacks a complete episode or ``done`` flags, or
+            has episodes of another environment. Nothing is written then.
 
     Examples:
         >>> write_dataset("cartpole", [], "CartPole-v1")
@@ -248,12 +248,12 @@ def transitions(demonstration: Demonstration, specs: EnvironmentSpecs | None = N
     """Return the steps of a demonstration, ``[T]``, in the format of a collector.
 
     :attr:`Demonstration.ends` determines the flags of the last step. If the last observation is unknown, the previous
-    one replaces it.
+    observation replaces it.
 
     Args:
         demonstration: The demonstration.
-        specs: The specs of an environment that it fits. Images become frame stacks, as an
-            :class:`~torchrl_lightning.EnvironmentRecipe` builds them. None keeps the observations unchanged.
+        specs: The specs of an environment that the demonstration fits. Images become frame stacks, as with an
+            :class:`~torchrl_lightning.EnvironmentRecipe`. None keeps the observations unchanged.
 
     Examples:
         >>> steps = TensorDict({"observation": torch.arange(8.0).view(2, 4), "action": torch.tensor([0, 1])}, [2])
@@ -283,15 +283,15 @@ def transitions(demonstration: Demonstration, specs: EnvironmentSpecs | None = N
 
 
 def fill(buffer: ExperienceBuffer, dataset: Iterable[Demonstration], specs: EnvironmentSpecs | None = None) -> None:
-    """Write demonstrations into a replay buffer, each completely into the ring with the fewest steps.
+    """Write demonstrations into a replay buffer. Each demonstration is stored in the ring with the fewest steps.
 
     Args:
-        buffer: The buffer, which keeps its present content.
+        buffer: The buffer, which keeps its stored steps.
         dataset: Demonstrations of one environment, for example from :func:`read_dataset`.
         specs: See :func:`transitions`.
 
     Raises:
-        DemonstrationFault: They have more steps than the buffer has free cells; nothing is written.
+        DemonstrationFault: The demonstrations have more steps than the buffer has free cells. Nothing is written.
 
     Examples:
         >>> from torchrl_lightning import RingStorage, record_demonstrations
@@ -317,7 +317,7 @@ def assign_rings(
         name: The name of the data set in the error message.
 
     Raises:
-        DemonstrationFault: They have more steps than the buffer has free cells.
+        DemonstrationFault: The demonstrations have more steps than the buffer has free cells.
     """
     writer = buffer.parts[2]
     positions = writer.positions.tolist()

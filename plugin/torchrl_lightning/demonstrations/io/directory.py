@@ -1,4 +1,4 @@
-"""A directory of demonstrations: read at the start, polled during training, and written to."""
+"""Read a directory of demonstrations at the start and during training, and save demonstrations in it."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ _Stamp = tuple[int, int, int]
 
 
 class DemonstrationDirectory:
-    """Read the demonstrations of a directory in the order of their names, and save others there.
+    """Read the demonstrations of a directory in the order of their names, and save other demonstrations in it.
 
-    An unusable file is skipped with a warning that names it and the reason.
+    An unusable file is skipped with a warning that names the file and the reason.
 
     Args:
-        path: The directory. Its ``.npz`` and ``.safetensors`` files are read, hidden files and folders are not.
+        path: The directory. Its ``.npz`` and ``.safetensors`` files are read; hidden files and folders are skipped.
         specs: The environment's specs, without a frame stack.
         frame_skip: The number of frames in one step of the environment.
-        human: Set ``is_human`` of the demonstrations; None reads it from the files.
+        human: The value of ``is_human`` for the demonstrations; None reads the value from the files.
         most: The maximum number of demonstrations at the start; None is unlimited.
         may_be_empty: Accept an empty or missing directory.
-        taken: The names of files to skip, for example because they were read before.
+        taken: The names of files to skip, for example files that were read before.
         limit: The maximum unpacked size in bytes of all files that are read at the start or by one :meth:`poll`.
         recipe: The environment's recipe, if known. Demonstrations of another recipe are skipped, see
             :meth:`Demonstration.fits`.
 
     Attributes:
-        initial: The demonstrations that the directory had at the start.
+        initial: The demonstrations in the directory at the start.
 
     Raises:
         FileNotFoundError: The directory does not exist.
@@ -84,7 +84,7 @@ class DemonstrationDirectory:
             raise FileNotFoundError(f"{self.path} is not a directory. Name a directory of demonstrations.")
         self._seen_names = set(taken)  # files that were read or saved
         self._first_error = ""  # the error of the first unusable file
-        self._rejected: dict[str, tuple[_Stamp, bool]] = {}  # file stamp, and whether a warning was logged
+        self._rejected: dict[str, tuple[_Stamp, bool]] = {}  # file stamp, and True if a warning was logged
         self.initial: tuple[Demonstration, ...] = tuple(self._read_new(at_start=True))
         if not self.initial and not may_be_empty:
             raise ValueError(
@@ -105,8 +105,8 @@ class DemonstrationDirectory:
     def poll(self) -> list[Demonstration]:
         """Return the demonstrations that are new since the last call.
 
-        An unreadable file is read again at each poll after a change. The warning is logged at the first poll without a
-        change, so that a file that is still being written does not cause one.
+        An unreadable file is read again after each change of the file. The warning is logged at the first poll without
+        a change. A file that another program is still writing therefore does not cause a warning.
         """
         return self._read_new(at_start=False)
 
@@ -148,12 +148,13 @@ class DemonstrationDirectory:
     def save(self, demonstrations: Sequence[Demonstration], names: Sequence[str]) -> None:
         """Write each demonstration to ``NAME.safetensors``, and remove the other files of earlier saves.
 
-        All new files are complete before one replaces an old file. Files from other sources stay unless they have the
-        same name. :meth:`poll` skips saved files.
+        All new files are complete before a new file replaces an old file. Files from other sources stay unless they
+        have the same name. :meth:`poll` skips saved files.
 
         Raises:
-            ValueError: The names are not one per demonstration, not distinct, or not plain file names.
-            OSError: The directory cannot be written to; the earlier files stay complete.
+            ValueError: The number of names differs from the number of demonstrations, two names are equal, or a name is
+                not a plain file name.
+            OSError: The directory cannot be written to. The earlier files stay complete.
         """
         files = [f"{name}.safetensors" for name in names]
         if (
@@ -167,7 +168,7 @@ class DemonstrationDirectory:
             )
         self.path.mkdir(parents=True, exist_ok=True)
         earlier_files = self._saved_names()
-        # Write the list of names first, so that after a crash the new files are known as ours.
+        # Write the list of names first: after a crash, it identifies the new files as saved by this class.
         with replaced_files(self.path / _SAVED_NAMES) as (file,):
             file.write(json.dumps(sorted({*earlier_files, *files})).encode())
         write_demonstrations(
@@ -184,7 +185,7 @@ class DemonstrationDirectory:
             names = read_json(self.path / _SAVED_NAMES, MANIFEST_BYTES, MANIFEST_VALUES)
         except (OSError, ValueError):
             return set()
-        # These files will be removed, so do not trust a list that another program may have written.
+        # Another program may have written the list, and the files in it will be removed. Accept only plain names.
         plain_names = {name for name in names if _is_plain_file_name(name)} if isinstance(names, list) else set()
         return {name for name in plain_names if (self.path / name).is_file()}
 

@@ -1,4 +1,4 @@
-"""Read HDF5 files from other sources, without links to other files and within a size limit."""
+"""Read HDF5 files from other sources within a size limit, and reject links to other files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def open_hdf5(path: Path) -> Iterator[Any]:
     def external_name(name: bytes, link: Any) -> str | None:
         entry = file[name] if link.type == h5py.h5l.TYPE_HARD else None
         if entry is None or (isinstance(entry, h5py.Dataset) and (entry.is_virtual or entry.external)):
-            return name.decode(errors="replace")  # a result ends the visit
+            return name.decode(errors="replace")  # a return value other than None ends h5py's visit
         return None
 
     check_regular(path)
@@ -43,9 +43,10 @@ def open_hdf5(path: Path) -> Iterator[Any]:
 
 
 def check_declared_size(entries: Iterable[Any], path: Path, limit: int) -> int:
-    """Validate the declared bytes of data sets in a file before unpacking; return their sum.
+    """Validate the declared sizes of data sets in a file before unpacking, and return the sum in bytes.
 
-    The declared shape counts, even if the file stores less. At least one chunk counts, because h5py unpacks it whole.
+    The declared shape counts, even if the file stores fewer bytes. A data set counts as at least one chunk, because
+    h5py unpacks whole chunks.
 
     Raises:
         ValueError: The data sets exceed the limit or the free memory.

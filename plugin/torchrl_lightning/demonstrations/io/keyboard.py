@@ -32,23 +32,23 @@ def play_demonstrations(
     seed: int | None = None,
     clip_actions: bool = False,
 ) -> Iterator[Demonstration]:
-    """Open a window for a person to play with Gymnasium's ``play``, and yield the finished episodes as demonstrations.
+    """Open a window in which a person plays an environment, and yield the finished episodes as demonstrations.
 
-    It needs pygame from the extra ``video``, and an environment that renders ``rgb_array``. Press Escape or close the
-    window to stop before ``num_episodes``.
+    The window belongs to Gymnasium's ``play``, which requires pygame from the extra ``video`` and an environment that
+    renders ``rgb_array``. Press Escape or close the window to stop before ``num_episodes``.
 
     Args:
-        env: The id, recipe or factory of a Gymnasium environment; a recipe's frame stack is ignored.
+        env: The id, recipe or factory of a Gymnasium environment. The frame stack of a recipe is ignored.
         num_episodes: The number of episodes.
-        keys: The action of each key, or of keys held together (``"ad"``); None uses the environment's own mapping.
-        noop: The action while no key is held.
+        keys: The action of each key or key combination (``"ad"``). None uses the environment's own mapping.
+        noop: The action if no key is pressed.
         seed: The seed of the environment.
-        clip_actions: Clip actions to their Box, and record the clipped ones. Otherwise an action outside the action
+        clip_actions: Clip actions to their Box, and record the clipped actions. Otherwise an action outside the action
             space is an error.
 
     Raises:
-        ValueError: The environment is TorchRL's, cannot be rendered, or lacks its own keys; or the action of a key or
-            ``noop`` is not in the action space.
+        ValueError: The environment is a TorchRL environment, cannot be rendered, or does not define keys. Or ``noop``
+            or the action of a key is not in the action space.
         ImportError: pygame is missing.
 
     Examples:
@@ -133,7 +133,7 @@ class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         action = self.action(action, "the action of a key of the environment")
-        # Copies both ways: the environment may write into the action, and Gymnasium's play passes the same one again.
+        # Copy twice: the environment may change the action, and Gymnasium's play passes the same object again.
         self._actions.append(copy.deepcopy(action))
         observation, reward, terminated, truncated, info = self.env.step(copy.deepcopy(action))
         self._observations.append(copy.deepcopy(observation))

@@ -42,23 +42,24 @@ _SPEC_SETTINGS = {"id", "env_kwargs", "time_limit", "vectorization", "step_timeo
 def minari_demonstrations(
     dataset: Any, specs: EnvironmentSpecs | None = None, *, limit: int = COLLECTION_BYTES
 ) -> Iterator[Demonstration]:
-    """Read the episodes of a Minari data set, one at a time; needs the extra ``minari``.
+    """Read the episodes of a Minari data set, one at a time; requires the extra ``minari``.
 
-    Their metadata contain the ``environment``.
+    The metadata of each demonstration contain the ``environment``.
 
     Args:
-        dataset: A ``minari.MinariDataset``, which may be filtered, or the id of a local one; nothing is downloaded.
-        specs: The environment's specs. Other observation entries are skipped, and dtypes become the environment's, see
-            :func:`read_demonstration`.
-        limit: The maximum unpacked size of its episodes in bytes.
+        dataset: A ``minari.MinariDataset``, which may be filtered, or the id of a local data set. Nothing is
+            downloaded.
+        specs: The environment's specs. Observation entries that the specs lack are skipped. Entries get the
+            environment's dtypes, see :func:`read_demonstration`.
+        limit: The maximum unpacked size of the data set's episodes in bytes.
 
     Raises:
         ImportError: Minari is not installed.
-        FileNotFoundError: The id is not a local data set.
-        TypeError: The object is not a data set, or has a space without a TorchRL spec.
-        ValueError: An episode is empty or not finite, or the environment's dtypes cannot represent its values; a link
-            in the data set points to another file; or its episodes declare more bytes than ``limit`` or the free
-            memory.
+        FileNotFoundError: A local data set with this id does not exist.
+        TypeError: The object is not a data set, or TorchRL does not have a spec for one of its spaces.
+        ValueError: An episode is empty, has values that are not finite, or has values that the environment's dtypes
+            cannot represent. Also if a link in the data set points to another file, or the episodes declare more bytes
+            than ``limit`` or the free memory.
 
     Examples:
         >>> for demonstration in minari_demonstrations("D4RL/door/human-v2"):  # doctest: +SKIP
@@ -74,7 +75,7 @@ def minari_demonstrations(
 
 
 def _load_local(minari: Any, name: str) -> Any:
-    """Return the local data set of an id; raise FileNotFoundError with similar ids if it does not exist."""
+    """Return the local data set of an id. If it does not exist, raise FileNotFoundError with similar ids."""
     from minari.storage.datasets_root_dir import get_dataset_path
 
     folder = get_dataset_path(name) / "data"
@@ -99,9 +100,10 @@ def _dataset_ids(root: Path) -> list[str]:
 
 
 def _check_metadata(folder: Path) -> None:
-    """Validate the metadata of a data set before Minari reads them; raise OSError or ValueError.
+    """Validate the metadata of a data set before Minari reads the metadata; raise OSError or ValueError.
 
-    Minari would build the named environment if a space is missing, and an index of the declared number of episodes.
+    If a space were missing, Minari would build the declared environment. Minari also allocates an index for the
+    declared number of episodes.
     """
     path = folder / _METADATA_FILE
     metadata = read_json(path, MINARI_BYTES, MINARI_VALUES)
@@ -138,7 +140,7 @@ def _import_minari() -> Any:
 
 
 def _check_files(folder: Path, dataset: Any, limit: int) -> None:
-    """Validate the files of a data set: none is a link, and its episodes are within the limit."""
+    """Validate that the files of a data set are not links, and that its episodes are within the size limit."""
     names = {f"episode_{number}" for number in dataset.episode_indices}
     for path in folder.rglob("*"):
         if path.is_symlink():
@@ -160,7 +162,7 @@ def _datasets(group: Any) -> list[Any]:
 
 
 def _check_images(entries: Iterable[Any], path: Path, limit: int) -> None:
-    """Validate the size of compressed images, estimated from the first image of each episode."""
+    """Validate the unpacked size of compressed images; estimate it from the first image of each episode."""
     remaining = limit
     for entry in entries:
         if entry.dtype.kind != "O" or not entry.shape or not entry.shape[0] or "observations" not in entry.name:
@@ -208,8 +210,8 @@ def write_minari(
 ) -> None:
     """Write demonstrations of one environment as a local Minari data set.
 
-    Images are stored without JPEG compression. The data set contains Gymnasium's spec of the environment if the recipe
-    does not modify the environment.
+    Images are stored without JPEG compression. If the recipe does not modify the environment, the data set also
+    contains Gymnasium's spec of the environment.
 
     Args:
         id: The id of the data set.
@@ -219,7 +221,7 @@ def write_minari(
 
     Raises:
         ImportError: Minari is not installed.
-        ValueError: The id exists already or is invalid, or there are no demonstrations; nothing was written.
+        ValueError: The id exists already or is invalid, or ``demonstrations`` is empty. Nothing was written.
     """
     minari = _import_minari()
     from minari.data_collector import EpisodeBuffer
@@ -269,7 +271,7 @@ def write_minari(
 
 
 def _nested_observations(demonstration: Demonstration, specs: EnvironmentSpecs) -> Any:
-    """Return the observations before all steps and after the last one, nested like the data set's space."""
+    """Return the observations before all steps and after the last step, nested like the data set's space."""
     playback = DemoPlayback(demonstration, 1, 0)
     if specs.keys == ["observation"]:
         return playback.all_observations("observation")

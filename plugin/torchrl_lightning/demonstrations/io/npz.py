@@ -19,7 +19,7 @@ from torchrl_lightning._core.memory import check_free_memory
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 
 ARRAYS = ("Observation", "Action", "Reward", "FrameSkip")
-# PyTorch supports only few unsigned integers.
+# PyTorch supports only some operations on unsigned integers above 8 bits.
 _SIGNED_DTYPES: dict[Any, np.dtype[Any]] = {
     np.dtype(np.uint16): np.dtype(np.int32),
     np.dtype(np.uint32): np.dtype(np.int64),
@@ -27,11 +27,11 @@ _SIGNED_DTYPES: dict[Any, np.dtype[Any]] = {
 
 
 def npz_fields(data: bytes, observation: NestedKey, limit: int) -> dict[str, Any]:
-    """Read the fields of a :class:`Demonstration`; ``observation`` is the key for the array ``Observation``.
+    """Read the fields of a :class:`Demonstration`. The array ``Observation`` gets the key ``observation``.
 
     Raises:
-        ValueError: The archive has other content than the four numeric arrays, or more than ``limit`` bytes.
-        Exception: The archive is damaged; the zip and numpy readers may raise any exception.
+        ValueError: The archive does not contain exactly the four numeric arrays, or has more than ``limit`` bytes.
+        Exception: The archive is damaged. The zip and numpy readers may raise any exception.
     """
     arrays = _read_arrays(data, limit)
     frame_skip = arrays.pop("FrameSkip")
@@ -49,7 +49,7 @@ def _read_arrays(data: bytes, limit: int) -> dict[str, Tensor]:
         if sorted(member.filename for member in members) != sorted(f"{name}.npy" for name in ARRAYS):
             names = ", ".join(repr(member.filename) for member in members[:8])
             raise ValueError(f"it must contain only {', '.join(ARRAYS)} (as .npy), got {names or 'nothing'}")
-        # Check before decompression: a member never returns more bytes than it declares.
+        # The declared sizes are sufficient: decompressing a member never returns more bytes than it declares.
         declared = sum(member.file_size for member in members)
         if declared > limit:
             raise ValueError(f"its arrays have {declared} bytes, more than the limit of {limit}")
@@ -65,7 +65,7 @@ def _read_arrays(data: bytes, limit: int) -> dict[str, Tensor]:
 
 
 def _read_array(stream: IO[bytes], name: str, size: int) -> np.ndarray[Any, Any]:
-    # numpy's reader would allocate the size in the header before it checks the available data.
+    # numpy's reader would allocate the array size in the header before it checks the available data.
     version = np.lib.format.read_magic(stream)
     if version not in ((1, 0), (2, 0)):
         raise ValueError(f"{name} must have version 1.0 or 2.0 of numpy's format, got {version}")
@@ -83,16 +83,16 @@ def _read_array(stream: IO[bytes], name: str, size: int) -> np.ndarray[Any, Any]
     rows = max(1, UNPACKED_AT_ONCE // dtype.itemsize)
     for start in range(0, len(flat), rows):
         part = flat[start : start + rows]
-        # Read a fixed size, because zip otherwise unpacks everything before it cuts off undeclared bytes.
+        # Read a limited block. Without a size, zip unpacks the whole member before it drops undeclared bytes.
         part[:] = np.frombuffer(stream.read(len(part) * dtype.itemsize), dtype)
     return flat.reshape(shape, order="F" if fortran else "C")
 
 
 def write_npz(file: BinaryIO, demonstration: Demonstration) -> None:
-    """Write the four arrays. The file lacks value, human flag, metadata, the last observation and the end.
+    """Write the four arrays. The value, human flag, metadata, last observation and end flags are not stored.
 
     Raises:
-        ValueError: The observation has several entries.
+        ValueError: The observation has more than one entry.
     """
     keys = demonstration.observation_keys
     if len(keys) != 1:

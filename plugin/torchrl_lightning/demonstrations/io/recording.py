@@ -32,7 +32,7 @@ from torchrl_lightning.environments.env_errors import EnvironmentFault
 from torchrl_lightning.environments.policy_calls import Policy
 from torchrl_lightning.environments.recipe import as_recipe
 
-_FRAMES_PER_BATCH = 64  # steps collected at a time
+_FRAMES_PER_BATCH = 64  # steps that are collected in one batch
 Environment = str | Callable[..., Any]
 
 
@@ -41,7 +41,7 @@ def demonstration_specs(env: Environment | VectorEnv | EnvBase) -> tuple[Environ
 
     Args:
         env: The id, recipe, factory or instance of a Gymnasium or TorchRL environment. The frame skip is the recipe's
-            ``action_repeat``, otherwise 1.
+            ``action_repeat``, or 1 without a recipe.
 
     Examples:
         >>> from torchrl_lightning import EnvironmentRecipe
@@ -64,26 +64,26 @@ def demonstration_specs(env: Environment | VectorEnv | EnvBase) -> tuple[Environ
 def record_demonstrations(
     env: Environment, policy: Policy, num_episodes: int, *, seed: int | None = None, clip_actions: bool = False
 ) -> Iterator[Demonstration]:
-    """Play episodes one after another and yield each as a demonstration.
+    """Play episodes one after another and yield each episode as a demonstration.
 
-    Rewards equal the rewards in training, so that a demonstration can be replayed there. Only the newest image of a
+    Rewards equal the rewards in training, so that training can replay the demonstration. Only the newest image of a
     recipe's frame stack is stored. The metadata contain the ``environment``, its ``recipe`` (as JSON) and its
-    ``frame_stack``. They also contain ``success`` (bool) if a Gymnasium environment reports ``is_success`` or
-    ``success`` in its last info.
+    ``frame_stack``. If a Gymnasium environment reports ``is_success`` or ``success`` in its last info, the metadata
+    also contain ``success`` (bool).
 
     Args:
         env: The id, recipe or factory of a Gymnasium or TorchRL environment.
         policy: Reads a TensorDict ``[1]`` and writes ``action``.
         num_episodes: The number of episodes.
-        seed: The seed of environment and policy; None draws it.
+        seed: The seed of environment and policy; None draws a seed.
         clip_actions: Clip actions to their Box for the environment and the demonstration. Otherwise an action outside
             the Box is an error.
 
     Raises:
         EnvironmentFault: An episode has not ended after 100,000 steps.
-        DemonstrationFault: A ValueError: an action is outside the environment's action space.
-        ValueError: The environment or the policy's actions do not fit, or ``clip_actions`` needs a
-            Box.
+        DemonstrationFault: An action is outside the environment's action space; also a ValueError.
+        ValueError: The environment or the policy's actions do not fit, or ``clip_actions`` is set for an action space
+            that is not a Box.
 
     Examples:
         >>> from tensordict.nn import TensorDictModule
@@ -116,7 +116,7 @@ def record_demonstrations(
 
 
 def _stored_actions(actions: Tensor, specs: EnvironmentSpecs, clip: bool, episode: int) -> Tensor:
-    """Return the actions ``[T, *A]`` to store: the policy's, or the clipped ones that the environment received."""
+    """Return the actions ``[T, *A]`` to store; with ``clip``, the clipped actions that the environment received."""
     action_format = specs.action_format
     if clip:
         received = action_format.to_environment(actions.cpu().numpy(), clip=True)
@@ -134,7 +134,7 @@ class _SuccessRecorder(VectorWrapper):
 
     def __init__(self, env: VectorEnv) -> None:
         super().__init__(env)
-        self.episode_metadata: list[dict[str, bool]] = []  # not fetched yet
+        self.episode_metadata: list[dict[str, bool]] = []  # of the episodes that were not yielded yet
         self._stepper = VectorStepper(env)
 
     def step(self, actions: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Read and write demonstration files: safetensors with any keys and metadata, and PyTorchRL's ``.npz``."""
+"""Read and write demonstration files: ``.safetensors`` with any keys and metadata, and PyTorchRL's ``.npz``."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from torchrl_lightning.environments.specs import EnvironmentSpecs
 
 SUFFIXES = (".npz", ".safetensors")
 VERSION = 2  # version 1 did not store the end of the episode
-_HEADER_KEY = "demonstration"  # the entry of safetensors' metadata with our header, as JSON
-_CHECKSUM_KEY = "checksum"  # of header and tensors, in the header
+_HEADER_KEY = "demonstration"  # key in the safetensors metadata for our header, as JSON
+_CHECKSUM_KEY = "checksum"  # key in the header for the checksum of header and tensors
 _MAX_DEPTH = 16  # maximum nesting of observation keys
 _STEPS, _LAST = "steps", "last_observation"
 
@@ -40,21 +40,22 @@ _STEPS, _LAST = "steps", "last_observation"
 def read_demonstration(
     path: str | Path, specs: EnvironmentSpecs | None = None, *, limit: int = FILE_BYTES
 ) -> Demonstration:
-    """Read a demonstration from our ``.safetensors`` or PyTorchRL's ``.npz`` file, without running code in it.
+    """Read a demonstration from our ``.safetensors`` or PyTorchRL's ``.npz`` file, without running code in the file.
 
-    With ``specs``, entries get the environment's dtypes if no value changes (``uint8`` images, ``int8`` actions), and
-    discrete actions ``[T, 1]`` become ``[T]``. Rewards become float32. :meth:`Demonstration.fits` checks the rest.
+    With ``specs``, entries get the environment's dtypes, such as ``uint8`` for images and ``int8`` for actions. A value
+    that would change raises an error. Discrete actions ``[T, 1]`` become ``[T]``. Rewards become float32.
+    :meth:`Demonstration.fits` checks the rest.
 
     Args:
-        path: The file; its suffix determines the format.
-        specs: The environment's specs. Without them, dtypes stay, and the array ``Observation`` of an ``.npz`` gets the
-            key ``"observation"``.
+        path: The file. Its suffix determines the format.
+        specs: The environment's specs. Without specs, dtypes stay, and the array ``Observation`` of an ``.npz`` file
+            gets the key ``"observation"``.
         limit: The maximum size of the file, and of its unpacked content, in bytes.
 
     Raises:
         FileNotFoundError: The file does not exist.
-        ValueError: The file is too large, damaged, of another format, has pickled objects or no episode, or has values
-            that the environment's dtypes cannot represent; the message names the file.
+        ValueError: The file is too large, damaged or of another format. Or it contains pickled objects, lacks an
+            episode, or has values that the environment's dtypes cannot represent. The message names the file.
 
     Examples:
         >>> import tempfile
@@ -90,20 +91,20 @@ def read_demonstration(
 
 
 def write_demonstration(path: str | Path, demonstration: Demonstration) -> None:
-    """Write a demonstration to a file; its suffix determines the format. An existing file is replaced as a whole.
+    """Write a demonstration to a file. The suffix of the file determines the format.
 
-    An ``.npz`` file contains only one observation entry, actions, rewards and the frame skip, and not how the episode
-    ended.
+    An existing file is replaced as a whole. An ``.npz`` file contains only one observation entry, actions, rewards and
+    the frame skip. It lacks the flags of the episode's end.
 
     Raises:
         ValueError: The suffix is unknown, or an ``.npz`` file cannot contain the observation.
-        OSError: The folder is missing or cannot be written to; an existing file stays complete.
+        OSError: The folder is missing or cannot be written to. An existing file stays complete.
     """
     write_demonstrations({Path(path): demonstration})
 
 
 def write_demonstrations(demonstrations: Mapping[Path, Demonstration]) -> None:
-    """Write several files; all new ones are complete and on disk before one replaces an old file."""
+    """Write several files. All new files are complete and on disk before a new file replaces an old file."""
     for path in demonstrations:
         _check_suffix(path)
     with replaced_files(*demonstrations) as files:
@@ -124,7 +125,7 @@ def _npz_observation_key(specs: EnvironmentSpecs) -> NestedKey:
 
 
 def single_observation_key(specs: EnvironmentSpecs, subject: str, remedy: str) -> NestedKey:
-    """Return the only observation key, for files with one array; raise ValueError if there are several."""
+    """Return the only observation key, for a file with one observation array; raise ValueError for several keys."""
     if len(specs.keys) != 1:
         raise ValueError(f"{subject} stores one observation array, but the environment has {specs.keys}; {remedy}")
     return specs.keys[0]
@@ -141,7 +142,7 @@ def _to_safetensors(demonstration: Demonstration) -> bytes:
         "terminated": demonstration.terminated,
         "truncated": demonstration.truncated,
         "metadata": dict(demonstration.metadata),
-        # Not read again; for users who inspect the file.
+        # For users who inspect the file. This package does not read the entries below.
         "length": demonstration.length,
         "return": demonstration.total_reward,
     }
@@ -152,7 +153,7 @@ def _to_safetensors(demonstration: Demonstration) -> bytes:
         if part is not None
         for key, leaf in keyed_leaves(part)
     }
-    header = json.loads(json.dumps(header))  # keys become strings, as after reading
+    header = json.loads(json.dumps(header))  # JSON makes all keys strings, as in the file
     return safetensors.torch.save(
         tensors, {_HEADER_KEY: json.dumps({**header, _CHECKSUM_KEY: checksum([header, tensors])})}
     )
@@ -185,7 +186,7 @@ def _from_safetensors(data: bytes) -> dict[str, Any]:
     if type(value) not in (int, float):
         raise ValueError(f"value must be a number or null, got {value!r}")
     parts = {_STEPS: TensorDict({}, []), _LAST: TensorDict({}, [])}
-    for name, leaf in sorted(tensors.items()):  # parents first: a name below a tensor raises an error
+    for name, leaf in sorted(tensors.items()):  # sorted, so that a child of a tensor raises an error
         root, *path = map(_unescape, name.split("/"))
         if len(path) > _MAX_DEPTH:
             raise ValueError(f"a tensor's name has {len(path)} levels, more than {_MAX_DEPTH}")
@@ -225,7 +226,7 @@ def demonstration_from_arrays(
     last_known: bool = True,
     **fields: Any,
 ) -> Demonstration:
-    """Build a demonstration from arrays of observations, ``[T + 1, ...]``, actions and rewards.
+    """Build a demonstration from observations ``[T + 1, ...]``, actions and rewards.
 
     If the last observation is unknown, ``observations`` has ``T`` rows. :func:`with_env_dtypes` converts the dtypes.
     """
@@ -244,7 +245,7 @@ def with_env_dtypes(fields: dict[str, Any], specs: EnvironmentSpecs | None) -> D
     """Build a demonstration from its fields, with float32 rewards and the dtypes of an environment.
 
     Raises:
-        ValueError: A value cannot be represented, or the episode is invalid; the message names the demonstration.
+        ValueError: A value cannot be represented, or the episode is invalid. The message names the demonstration.
     """
     name, steps, last = fields["name"], fields["steps"], fields.get("last_observation")
     _convert(steps, REWARD, torch.float32, name, rounded=True)  # the dtype of collectors
@@ -268,7 +269,8 @@ def _convert(part: TensorDict, key: NestedKey, dtype: torch.dtype, name: str, ro
     if not rounded and leaf.numel() and not leaf.is_complex():
         lowest, highest = leaf.min().item(), leaf.max().item()
         limits = None if dtype.is_floating_point or dtype is torch.bool else torch.iinfo(dtype)
-        fits = limits is None or (limits.min <= lowest and highest <= limits.max)  # others wrap around and back
+        # An integer out of range can wrap around and back, so that the comparison of the values finds no difference.
+        fits = limits is None or (limits.min <= lowest and highest <= limits.max)
         if not fits or not torch.equal(leaf.to(dtype).to(leaf.dtype), leaf):
             raise ValueError(
                 f"{name} was refused: {key!r} is {leaf.dtype} with values from {lowest} to {highest}, which the "

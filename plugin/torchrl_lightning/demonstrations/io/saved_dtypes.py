@@ -1,4 +1,4 @@
-"""The dtypes of saved demonstrations, by the documented names of their fields."""
+"""The dtypes of saved demonstrations. Users set them with the documented names of the fields."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Dtype = torch.dtype | np.dtype[Any] | type[Any] | str
 
 
 def saved_dtypes(dtypes: Mapping[str, Dtype] | None) -> dict[str, torch.dtype]:
-    """Return the torch dtypes of names, torch or numpy dtypes; raise ValueError for other fields or dtypes."""
+    """Convert dtypes or their names to torch dtypes; raise ValueError for unknown fields or dtypes."""
     checked = {}
     for name, dtype in (dtypes or {}).items():
         torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -50,7 +50,7 @@ def check_saved_dtypes(dtypes: Mapping[str, torch.dtype], specs: EnvironmentSpec
 
 
 def with_saved_dtypes(demonstration: Demonstration, dtypes: Mapping[str, torch.dtype]) -> Demonstration:
-    """Return a demonstration with the saved dtypes; raise a ValueError if an integer changes."""
+    """Convert a demonstration to the saved dtypes; raise a ValueError if an integer would change."""
     if not dtypes:
         return demonstration
     keys = {"Observation": demonstration.observation_keys, "Action": [ACTION], "Reward": [REWARD]}

@@ -1,4 +1,4 @@
 """Replay demonstrations step by step in collectors and in TorchRL environments.
 
-Code belongs here if it feeds demonstrated steps to an environment. Files are read in ``io``.
+Code belongs here if it replaces an environment's steps by demonstrated steps. Files are read in ``io``.
 """

@@ -17,20 +17,21 @@ from torchrl_lightning.environments.policy_calls import Outputs, Policy, fast_ca
 
 
 class DemonstrationActor(TensorDictModuleBase):
-    """Act as a policy does, but repeat the demonstration's action in environments that replay one.
+    """Wrap a policy so that it repeats the demonstration's action in each environment that replays a demonstration.
 
-    It samples for all environments, then writes the demonstrations' actions (``("demo", "action")``) into the rows of
-    the mask ``("demo", "mask")``. :class:`DemonstrationReplayTransform` writes both entries. Without them, for example
-    in an evaluation, it acts as the policy.
+    The policy first samples actions for all environments. The demonstrations' actions (``("demo", "action")``) then
+    replace the rows of the mask ``("demo", "mask")``. :class:`DemonstrationReplayTransform` writes both entries. If a
+    step lacks these entries, for example in an evaluation, the policy's actions stay unchanged.
 
     Args:
-        policy: Reads a TensorDict ``[N]`` and writes ``action``.
-        log_prob: The log-probability of the demonstrations' actions, if the policy writes one. ``deterministic`` is 0,
-            as for a demonstrator without randomness; ``current`` is the policy's own and needs ``get_dist``.
+        policy: A policy that reads a TensorDict ``[N]`` and writes ``action``.
+        log_prob: The log-probability of the demonstrations' actions, if the policy writes a log-probability.
+            ``deterministic`` is 0, as for a demonstrator without randomness. ``current`` is the log-probability under
+            the policy and requires ``get_dist``.
 
     Raises:
-        ValueError: ``log_prob`` is not one of these values.
-        TypeError: The policy does not have ``get_dist`` for ``current``.
+        ValueError: ``log_prob`` is another value.
+        TypeError: ``log_prob`` is ``current``, but the policy does not have ``get_dist``.
 
     Examples:
         >>> import torch
@@ -57,7 +58,7 @@ class DemonstrationActor(TensorDictModuleBase):
         self.out_keys: list[NestedKey] = list(policy_api.out_keys or ())
 
     def compute_step(self, step: TensorDictBase) -> Outputs:
-        """Return the entries to write into a step, without writing them."""
+        """Return the action and the policy's other outputs for a step, without writing into the step."""
         compute_outputs = fast_call(self.policy)
         outputs = policy_outputs(self.policy, step.copy()) if compute_outputs is None else compute_outputs(step)
         mask = step.get(REPLAYED, None)
@@ -76,7 +77,7 @@ class DemonstrationActor(TensorDictModuleBase):
 
     @property
     def get_dist(self) -> Any:
-        """The policy's ``get_dist``: its distribution over actions in a TensorDict ``[N]``."""
+        """The policy's ``get_dist``, which returns the distribution of the actions for a TensorDict ``[N]``."""
         return self.policy.get_dist  # type: ignore[attr-defined]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:

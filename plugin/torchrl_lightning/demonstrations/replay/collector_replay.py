@@ -25,23 +25,24 @@ Array = NDArray[Any]
 
 
 class DemonstrationReplay(Stateful):
-    """Replay demonstrations in the collectors of Gymnasium environments, as their ``replay``.
+    """Replay demonstrations in collectors of Gymnasium environments; pass it as the collector's ``replay``.
 
-    In a TorchRL environment, a :class:`~torchrl_lightning.DemonstrationReplayTransform` replays them.
+    In a TorchRL environment, use a :class:`~torchrl_lightning.DemonstrationReplayTransform`.
 
-    At the start of each episode the sampler draws a demonstration or None. A demonstration that leaves the storage
-    during its replay is played to its end. Demonstrations must fit the environment, see :meth:`Demonstration.fits`.
+    At the start of each episode the sampler draws a demonstration or None. If a demonstration leaves the storage during
+    its replay, the replay continues to the end. Demonstrations must fit the environment, see
+    :meth:`Demonstration.fits`.
 
     Args:
         storage: The storage of the demonstrations.
         sampler: The sampler that draws from the storage.
         num_envs: The number of environments.
-        ends: The end of a demonstration: as it was ``recorded`` (:attr:`Demonstration.ends`); always ``terminated``; or
-            always ``truncated``, so that the value of the next state counts.
+        ends: The end of a demonstration. ``recorded`` uses :attr:`Demonstration.ends`, ``terminated`` always
+            terminates, and ``truncated`` always truncates, so that the value of the next state counts.
         log_prob: The stored log-probability of the replayed actions. ``deterministic`` is 0, as for a demonstrator
-            without randomness; ``current`` is the policy's own. Use ``current`` for continuous actions, because the
-            ratio of a density to 1 has no meaning.
-        frame_stack: The number of images that an :class:`~torchrl_lightning.EnvironmentRecipe` stacks; demonstrations
+            without randomness. ``current`` is the log-probability under the policy. Use ``current`` for continuous
+            actions, because the ratio of a density to 1 is meaningless.
+        frame_stack: The number of images that an :class:`~torchrl_lightning.EnvironmentRecipe` stacks. Demonstrations
             store single images.
 
     Raises:
@@ -89,20 +90,20 @@ class DemonstrationReplay(Stateful):
         self.log_prob: LogProb = one_of(log_prob, "log_prob", get_args(LogProb))
         self.frame_stack = integer(frame_stack, "frame_stack")
         self._running: dict[int, DemoPlayback] = {}
-        self._scheduled: dict[int, Demonstration | None] = {}  # drawn before the episode begins
+        self._scheduled: dict[int, Demonstration | None] = {}  # by environment, drawn before the episode begins
         self._now = 0  # the number of the next call
         self._batch: PlaybackBatch | None = None
         self._next: ReplayedRows | None = None
 
     @property
     def playing(self) -> Array:
-        """The environments with remaining steps of a demonstration, ``[num_envs]`` bool."""
+        """Mask ``[num_envs]`` of the environments with remaining steps of a demonstration."""
         mask = np.zeros(self.num_envs, dtype=bool)
         mask[[*self._running]] = True
         return mask
 
     def __call__(self, starts: Array) -> ReplayedRows | None:
-        """Draw demonstrations for starting episodes (``starts``, ``[num_envs]`` bool), and return the next step.
+        """Draw demonstrations for the episodes that start (mask ``starts``, ``[num_envs]``), and return the next step.
 
         Raises:
             ValueError: ``starts`` has another number of environments.
@@ -114,9 +115,9 @@ class DemonstrationReplay(Stateful):
         return rows
 
     def choose(self, env: int) -> Demonstration | None:
-        """Draw the demonstration for an environment's next episode, and return it; None if none is replayed.
+        """Return a sampled demonstration for an environment's next episode, or None.
 
-        The next episode in this process uses it. The copies in workers draw their own.
+        The next episode in this process uses the result. Copies in worker processes draw their own demonstrations.
 
         Raises:
             ValueError: ``env`` is out of range.
@@ -127,7 +128,7 @@ class DemonstrationReplay(Stateful):
         return self._scheduled[env]
 
     def begin(self, starts: Array) -> None:
-        """Draw demonstrations for starting episodes (``starts``, ``[num_envs]`` bool), and end running ones there.
+        """End running replays in the environments of the mask ``starts``, ``[num_envs]``, and draw new demonstrations.
 
         Raises:
             ValueError: ``starts`` has another number of environments.
@@ -143,7 +144,7 @@ class DemonstrationReplay(Stateful):
                 self._batch = None
 
     def peek(self) -> ReplayedRows | None:
-        """Return the next step without advancing."""
+        """Return the next step without advancing the replays."""
         if not self._running:
             return None
         if self._batch is None:
@@ -155,7 +156,7 @@ class DemonstrationReplay(Stateful):
         return self._next
 
     def advance(self, envs: Array) -> None:
-        """Advance by one step in the replaying environments of the mask ``envs``, ``[num_envs]`` bool."""
+        """Advance the replays by one step in the environments of the mask ``envs``, ``[num_envs]``."""
         for env, playback in self._running.items():
             if not envs[env]:
                 playback.wait()
@@ -183,7 +184,7 @@ class DemonstrationReplay(Stateful):
         return _Contents(*demos, storage.successes, storage.annealed, (sampler.rho, sampler.phi, sampler.alpha))
 
     def delta(self, since: _Contents) -> _Contents:
-        """Return the contents for a copy that has ``since``; known demonstrations are sent without their steps."""
+        """Return the contents for a copy with the contents ``since``, without the steps of known demonstrations."""
         contents, known_demos = self.snapshot(), {demo.serial: demo for demo in (*since.reward, *since.value)}
 
         def entry_of(demo: Demonstration) -> Any:
@@ -195,7 +196,7 @@ class DemonstrationReplay(Stateful):
         )
 
     def apply_delta(self, delta: _Contents) -> None:
-        """Apply the contents of the original; running replays continue."""
+        """Apply the result of :meth:`delta`. Running replays continue."""
         demos = {
             item.serial: item for item in (*self.storage.reward_demonstrations, *self.storage.value_demonstrations)
         }
@@ -212,7 +213,7 @@ class DemonstrationReplay(Stateful):
 
     @property
     def _playback_states(self) -> list[dict[str, Any]]:
-        """The running replays as saved in states; their demonstrations may have left the storage."""
+        """The state of the running replays, with their demonstrations, which may have left the storage."""
         return [
             {"env": env, "position": self._now - playback.start, "demonstration": to_state(playback.demonstration)}
             for env, playback in sorted(self._running.items())
@@ -257,7 +258,7 @@ def _scheduled_state(item: tuple[int, Demonstration | None]) -> dict[str, Any]:
 
 
 class _Contents(NamedTuple):
-    """The demonstrations and sampler options; as delta, known demonstrations are pairs of serial and value."""
+    """The demonstrations and sampler options. In a delta, a pair (serial, value) replaces a known demonstration."""
 
     reward: tuple[Any, ...]
     value: tuple[Any, ...]

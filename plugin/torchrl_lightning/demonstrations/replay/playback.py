@@ -15,11 +15,11 @@ from torchrl_lightning.environments import ReplayedRows
 from torchrl_lightning.environments.wrappers.frame_stack import is_image
 
 Array = NDArray[Any]
-_MAX_BLOCK = 32  # steps that are prepared together
+_MAX_BLOCK = 32  # maximum number of steps that are prepared together
 
 
 class DemoPlayback:
-    """A running demonstration, over its own tensors; its first step belongs to call ``start`` of the replay."""
+    """A running demonstration. The replay returns its first step in the call with the number ``start``."""
 
     def __init__(self, demonstration: Demonstration, frame_stack: int, start: int) -> None:
         self.demonstration, self.start = demonstration, start
@@ -28,7 +28,7 @@ class DemoPlayback:
         self.observations: dict[NestedKey, Array] = {
             key: steps.get(key).numpy() for key in demonstration.observation_keys
         }
-        # If the last observation is unknown, the previous one replaces it.
+        # If the last observation is unknown, the previous observation replaces it.
         self._last: dict[NestedKey, Array] = {
             key: rows[-1] if last is None else last.get(key).numpy() for key, rows in self.observations.items()
         }
@@ -42,7 +42,7 @@ class DemoPlayback:
 
     @property
     def shapes(self) -> dict[NestedKey, tuple[int, ...]]:
-        """The shapes of a step's observations and action, equal for all demonstrations that run together."""
+        """The shapes of a step's observations and action. All demonstrations that run together have equal shapes."""
         entries: dict[NestedKey, Array] = {**self.observations, "action": self.actions}
         return {key: rows.shape[1:] for key, rows in entries.items()}
 
@@ -51,9 +51,10 @@ class DemoPlayback:
         return self.length + self.start - now
 
     def layout(self, key: NestedKey) -> tuple[tuple[int, ...], int | None]:
-        """Return an observation's layout: its shape with a separate frame axis, and that axis, or None without a stack.
+        """Return the shape of an observation with a separate frame axis, and the frame axis or None.
 
-        The frame axis precedes the channel axis, so that :meth:`merge_frames` only reshapes.
+        The axis is None without a frame stack. The frame axis precedes the channel axis, so that :meth:`merge_frames`
+        only reshapes.
         """
         shape = self.observations[key].shape[1:]
         if self._frame_stack == 1 or not isinstance(key, str) or not is_image(shape):
@@ -62,7 +63,7 @@ class DemoPlayback:
         return (*shape[:axis], self._frame_stack, *shape[axis:]), axis
 
     def write_observations(self, key: NestedKey, t: int, out: Array) -> None:
-        """Write the observations before steps ``t``, ``t + 1``, ..., and after the last one, into ``out``."""
+        """Write the observations before steps ``t``, ``t + 1``, ..., and after the last step, into ``out``."""
         _, axis = self.layout(key)
         if axis is None:
             out[:] = self._frames(key, t, t + len(out))
@@ -72,14 +73,14 @@ class DemoPlayback:
         out[:] = np.moveaxis(windows, -1, axis + 1)
 
     def all_observations(self, key: NestedKey) -> Array:
-        """Return the observations before all steps and after the last one."""
+        """Return the observations before all steps and after the last step."""
         shape, _ = self.layout(key)
         observations = np.empty((self.length + 1, *shape), self.observations[key].dtype)
         self.write_observations(key, 0, observations)
         return self.merge_frames(key, observations)
 
     def merge_frames(self, key: NestedKey, observations: Array) -> Array:
-        """Convert observations ``[..., *layout]`` to the environment's shape: frames are merged into channels."""
+        """Convert observations ``[..., *layout]`` to the environment's shape: merge frames into channels."""
         shape, axis = self.layout(key)
         if axis is None or len(shape) != 4:  # without a stack, or frames without channels
             return observations
@@ -96,9 +97,10 @@ class DemoPlayback:
 
 
 class PlaybackBatch:
-    """The demonstrations that run together until one begins or ends; their steps are prepared in small blocks.
+    """Demonstrations that run together until a demonstration begins or ends.
 
-    They end with the flags ``ends`` (terminated, truncated), or with the recorded ones if None.
+    Steps are prepared in small blocks. ``ends`` has the flags (terminated, truncated) for the last steps. If ``ends``
+    is None, the recorded flags are used.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class PlaybackBatch:
         """Return the next step and advance."""
         rows = next(self._prepared, None)
         if rows is None:
-            # Prepare few steps first, because a changed batch discards them.
+            # Begin with few steps: a new batch discards prepared steps.
             self._block_length = min(2 * self._block_length, self.remaining, _MAX_BLOCK)
             self._prepared = iter(self._prepare_rows(self._block_length))
             rows = next(self._prepared)

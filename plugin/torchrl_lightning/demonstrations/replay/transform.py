@@ -22,15 +22,17 @@ from torchrl_lightning.environments.backends.torchrl_env import ReplayTransform
 
 
 class DemonstrationReplayTransform(ReplayTransform):
-    """Replay demonstrations in a TorchRL environment, which :meth:`wrap` wraps.
+    """Replay demonstrations in a TorchRL environment; :meth:`wrap` adds the transform to the environment.
 
     At the start of an episode the replay may draw a demonstration. During the replay, observation, reward and end come
-    from the demonstration; the environment is not stepped and is reset afterwards. The transform writes the mask of
-    replaying environments (``("demo", "mask")``), the actions (``("demo", "action")``, which
-    :class:`DemonstrationActor` repeats), and the serial numbers (``("demo", "serial")``, -1 without a replay).
+    from the demonstration. The environment is not stepped, and is reset after the replay.
 
-    Demonstrations must match the wrapped environment. Add transforms that stack frames or scale rewards above this
-    one, so that they apply to both.
+    The transform writes the mask of replaying environments ``("demo", "mask")``, the actions ``("demo", "action")``,
+    and the serial numbers ``("demo", "serial")``. The serial number is -1 without a replay.
+    :class:`DemonstrationActor` repeats the actions.
+
+    Demonstrations must match the wrapped environment. Append transforms that stack frames or scale rewards after this
+    transform, so that they also apply to replayed steps.
 
     Args:
         replay: The replay, for the same number of environments.
@@ -56,23 +58,23 @@ class DemonstrationReplayTransform(ReplayTransform):
         super().__init__(in_keys=[], out_keys=[REPLAYED, DEMO_ACTION, DEMO_SERIAL])
         self.replay = replay
         self._rows: ReplayedRows | None = None
-        self._no_replay = TensorDict()  # the entries without a replay
+        self._no_replay = TensorDict()  # the values of the "demo" entries without a replay
         self._continues = False
 
     def wrap(self, env: EnvBase) -> TransformedEnv:
         """Wrap an environment with the transform and a layer that skips steps of replaying environments.
 
         Raises:
-            ValueError: The number of environments differs from the replay's, or the environment lacks the replay's end
-                flag or cannot skip steps of single environments.
+            ValueError: The environment and the replay have different numbers of environments. Or the environment lacks
+                the end flag of the replay, or cannot skip steps of single environments.
         """
         _check_env(env, self.replay)
-        # With both in one layer, nothing would be replayed while all environments rest.
+        # In one layer with this transform, ConditionalSkip would also skip the transform if all environments replay.
         skipping_env = TransformedEnv(env, ConditionalSkip(_IsReplaying(self.replay)), auto_unwrap=False)
         return TransformedEnv(skipping_env, self, auto_unwrap=False)
 
     def resume(self) -> None:
-        """Continue the replays of a restored state through the resets before the next step."""
+        """Continue the replays of a restored state, although resets precede the next step."""
         self._continues = True
 
     def transform_observation_spec(self, observation_spec: TensorSpec) -> TensorSpec:
@@ -110,7 +112,7 @@ class DemonstrationReplayTransform(ReplayTransform):
         return tensordict_reset
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        # A resting environment repeats its input, which transforms above may have stacked.
+        # A skipped environment returns its input as output. Exclude observations that outer transforms have stacked.
         if self._rows is None:
             return tensordict
         observation, base_spec = self._rows.observation, self.container.base_env.full_observation_spec
@@ -182,12 +184,12 @@ def _check_env(env: EnvBase, replay: DemonstrationReplay) -> None:
 
 
 def _as_mask(reset_or_step: Tensor) -> NDArray[np.bool_]:
-    """Return flags ``[N, 1]``, ``[N]``, or ``[]`` of a single environment, as ``[N]``."""
+    """Reshape flags ``[N, 1]``, ``[N]``, or ``[]`` for a single environment, to ``[N]``."""
     return reset_or_step.cpu().numpy().reshape(-1)
 
 
 def _copy_skipped(carried: TensorDictBase | None, next_tensordict: TensorDictBase, mask: NDArray[np.bool_]) -> None:
-    """Do the work of the skipped transforms below: no episode begins, and recurrent states continue."""
+    """Write the entries of the skipped inner transforms: ``is_init`` is False, and recurrent states stay unchanged."""
     if "is_init" in next_tensordict:
         _set_rows(next_tensordict, "is_init", np.zeros((mask.sum(), 1), dtype=bool), mask)
     for key, value in () if carried is None else carried.items(True, True):
@@ -196,7 +198,7 @@ def _copy_skipped(carried: TensorDictBase | None, next_tensordict: TensorDictBas
 
 
 def _set_rows(data: TensorDictBase, key: NestedKey, values: Any, mask: NDArray[np.bool_]) -> None:
-    """Replace an entry by a copy with new values in some environments, because its memory may be shared."""
+    """Set an entry's values in some environments. Write into a copy, because the entry's memory may be shared."""
     entry = data.get(key)
     rows = _per_env(entry, data, mask).clone()
     rows[torch.from_numpy(mask)] = torch.as_tensor(values).to(rows).reshape(-1, *rows.shape[1:])
@@ -204,5 +206,5 @@ def _set_rows(data: TensorDictBase, key: NestedKey, values: Any, mask: NDArray[n
 
 
 def _per_env(entry: Tensor, data: TensorDictBase, mask: NDArray[np.bool_]) -> Tensor:
-    """Return an entry with the environment dimension, which a single environment lacks."""
+    """Add the environment dimension to an entry if it is missing, as in a single environment."""
     return entry.reshape(len(mask), *entry.shape[data.ndim :])
