@@ -113,10 +113,8 @@ def completed(folder: Path, frames: int, *settings: str) -> Path:
 @pytest.mark.parametrize(
     ("number", "ranks", "settings"),
     [
-        (signal.SIGTERM, (0, 1), ON_POLICY),
         (signal.SIGTERM, (1,), REPLAY),
-        (signal.SIGINT, (0, 1), REPLAY),
-        (signal.SIGINT, (0,), ON_POLICY),
+        (signal.SIGINT, (0, 1), ON_POLICY),
     ],
 )
 def test_stopped_ranks_save_the_same_step_and_resume_bit_for_bit(

@@ -184,7 +184,7 @@ class _Unpickler:
 
     # -- building --------------------------------------------------------------------------------------------------
     def push_global(self) -> None:
-        """Push the object with an allowed name."""
+        """Push an object by its name, which must be allowed."""
         name = f"{self.read_line()}.{self.read_line()}"
         value = self.names.get("torch.storage.UntypedStorage" if name == "torch.UntypedStorage" else name)
         if value is None:

@@ -76,7 +76,7 @@ def iter_chunks(rows: Any) -> Iterator[Any]:
     step = max(1, _CHUNK // max(1, rows[:1].nbytes))
     for start in range(0, len(rows), step):
         chunk = rows[start : start + step].detach().cpu().contiguous()
-        # A single number keeps the stride of its column, and a view as bytes needs stride 1.
+        # A column with a single number may have any stride, but a view as bytes needs stride 1.
         yield chunk.as_strided([chunk.numel()], [1]).view(torch.uint8).numpy()
 
 

@@ -67,7 +67,7 @@ BUILT_LEAST = 1 << 26
 OPERATIONS_PER_WEIGHT = 200
 """Torch operations while networks are built, per stored weight."""
 OPERATIONS_LEAST = 20_000
-"""Torch operations that networks of any size may take while they are built."""
+"""Allowed torch operations while networks are built, for networks of any size."""
 COUNT = 1 << 28
 """Cells of a buffer."""
 WIDTH = 1 << 17

@@ -80,7 +80,7 @@ def check_descriptors(count: int, per_process: int) -> None:
 
     Args:
         count: The number of processes.
-        per_process: The lowest number of descriptors that this process keeps open for each started process.
+        per_process: The minimum number of descriptors that this process opens for each started process.
 
     Raises:
         UserError: The limit of open files is too low; the user may raise the limit.

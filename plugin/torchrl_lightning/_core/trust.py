@@ -371,7 +371,7 @@ def _external_class(package: str, name: str) -> type[Any] | None:
 
 @cache
 def _package_target(name: str) -> Any:
-    """Return our builder or class with this name; None if a file may not name it. A class needs an allowed base."""
+    """Return our builder or class with this name, or None if files must not name it. A class needs an allowed base."""
     package = sys.modules[_package_name()]
     target = getattr(package, name) if name in package.__all__ else None
     is_named = name in _BUILDERS.split() or (isinstance(target, type) and issubclass(target, ConfigSafe))

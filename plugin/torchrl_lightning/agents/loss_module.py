@@ -45,8 +45,8 @@ class LossModuleAgent(AgentModule):
             weights. The loss also receives ``action_space``, ``action_spec`` and ``num_actions`` if it has these
             arguments.
         network: Network in front of the heads; ``MLPNetwork()`` by default.
-        gamma: Discount of the value estimator and of the buffer; None keeps the loss's discount.
-        minimised: The entries to minimise; None minimises all ``loss_...``.
+        gamma: Discount of the value estimator and of the buffer; by default the discount of the loss.
+        minimised: The entries to minimise; by default all ``loss_...``.
         policy: The acting policy: a TensorDict module, or a callable that takes the loss's own acting network and
             returns a module, e.g. the network followed by an exploration module. The default is the loss's acting
             network (``actor_network``, else ``value_network``, else ``local_value_network``).

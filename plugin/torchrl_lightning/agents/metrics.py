@@ -109,7 +109,7 @@ class MetricsModule(L.LightningModule):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; bypass PyTorch's registries for the current hook's name.
 
-        Lightning sets the name of each hook on the module, more than thirty times a step.
+        Lightning stores the name of the current hook in the module more than thirty times a step.
         """
         if name == "_current_fx_name":
             self.__dict__[name] = value

@@ -55,7 +55,7 @@ class OffPolicyModule(LossTermsModule):
             ``ReplayDataModule`` then replaces the stored states, so that they do not become stale.
         compile: Compile the loss with ``torch.compile``. On one CPU core this multiplied the time by 0.88 for DQN, 1.25
             for SAC and 1.29 for TD3.
-        learning_rate: As in :class:`AgentModule`, like all arguments that are not listed here.
+        learning_rate: See :class:`AgentModule`, also for all arguments that are not listed here.
 
     Raises:
         ValueError: An interval is below 1, ``tau`` is not in (0, 1], or ``refresh_states`` is set without a
@@ -229,7 +229,7 @@ class OffPolicyModule(LossTermsModule):
         return keys if batch is rewritten_batch else []
 
     def compute(self, batch: Transitions) -> tuple[LossTerms, Tensor]:
-        """Return ``losses`` of a batch, compiled if configured. A memory first replaces the observations."""
+        """Return ``losses`` of a batch, compiled if configured. Features of the memory replace the observations."""
         targets = self.require_built(self.targets)
         with targets.evaluation:
             if self.memory is not None:

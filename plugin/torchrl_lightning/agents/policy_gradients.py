@@ -139,8 +139,8 @@ class PPOModule(EntropyModule):
         network: Network in front of the heads; ``MLPNetwork()`` by default.
         clip_epsilon: Clipping range of the probability ratio around 1.
         clip_schedule: Schedule of ``clip_epsilon`` over frames.
-        normalize_advantage: Standardise the advantage within each mini-batch. None standardises it only if the buffer
-            has not standardised it over the rollout. False raises an error if the buffer standardises it.
+        normalize_advantage: Standardise the advantage within each mini-batch. With None, it is standardised only if the
+            buffer does not standardise it. False is an error if the buffer standardises the advantage.
         target_kl: Skip an update and the rest of the epoch if the ``kl_approx`` of the update exceeds 1.5 times this
             value.
         entropy_coeff: As in :class:`EntropyModule`, like all arguments that are not listed here.
@@ -224,7 +224,7 @@ class PPOModule(EntropyModule):
 
 
 def _learns_once(data: DataApi) -> bool:
-    """Return whether the current policy collects each rollout and makes only one update with it."""
+    """Return whether rollouts are collected by the current policy and used for one update."""
     return not data.make_collector and data.resolved_updates_per_epoch == 1  # a user's collector may use older weights
 
 

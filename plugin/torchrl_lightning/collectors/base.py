@@ -57,7 +57,7 @@ def check_exploration(policy: object, exploration_type: ExplorationType | None, 
 
 
 def check_replay(replay: ReplaySource | None, num_envs: int, owner: str) -> None:
-    """Validate that a replay is for the ``num_envs`` environments that ``owner`` steps together."""
+    """Validate that a replay has the number of environments of its owner, ``num_envs``."""
     playing = getattr(replay, "playing", None)  # a plain function can also be a replay
     if playing is not None and len(playing) != num_envs:
         raise ValueError(

@@ -177,7 +177,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
 
     @property
     def specs(self) -> EnvironmentSpecs:
-        """Specs of one environment's action and (if set, normalised) observation, and the number of environments."""
+        """Specs of action and observation, normalised if configured, and the number of environments."""
         return self._normalization.specs(self._environments.specs)
 
     @property

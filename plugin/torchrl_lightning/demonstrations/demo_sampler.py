@@ -26,8 +26,8 @@ class DemonstrationSampler(Stateful, GeneratorMixin):
         phi: The probability of a value demonstration before the first success. A demonstration with the largest value
             ``v`` is drawn with ``P ~ max(v, 0) ** alpha``, or uniformly if no value is positive. Successes move
             ``phi`` to ``rho``, see :class:`DemonstrationAnnealing`. The sum of ``rho`` and ``phi`` is constant.
-            Nothing is replayed with the remaining probability ``1 - rho - phi``, or if the storage lacks
-            demonstrations of the drawn kind.
+            With probability ``1 - rho - phi``, or if the storage lacks demonstrations of the drawn kind, no
+            demonstration is replayed.
         alpha: The exponent of the values. A larger exponent prefers higher values.
         human_share: The minimum share of human demonstrations among the drawn reward demonstrations. With 0, all reward
             demonstrations are equally likely.

@@ -51,7 +51,7 @@ class PPODBuffer(GAEBuffer):
         supplementary_demos_dir: directory for demonstrations that you add during training. It is read before each
             update; a missing directory is created. A demonstration is loaded if its return reaches the threshold.
             Better demonstrations replace it, even if a person recorded it.
-        target_agent_demos_dir: directory for the agent's best demonstrations; None saves no demonstrations.
+        target_agent_demos_dir: directory for the agent's best demonstrations. By default, none are saved.
         num_agent_demos_to_save: number of demonstrations to save of each kind: reward demonstrations with the highest
             returns, and value demonstrations with the highest values.
         initial_reward_threshold: lowest return of a success. If it is None or lower than all returns of the reward
@@ -174,7 +174,7 @@ class PPODBuffer(GAEBuffer):
 
     @property
     def rho(self) -> float:
-        """Current probability of a reward demonstration. The setter sets the probability before the first success."""
+        """Current probability of a reward demonstration. Setting it changes the initial probability."""
         return self.demonstration_sampler.probabilities(self.demonstrations)[0]
 
     @rho.setter

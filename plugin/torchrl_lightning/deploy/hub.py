@@ -51,7 +51,7 @@ def save_pretrained(run: str | Path, folder: str | Path, *, name: str | None = N
 
     Args:
         run: A checkpoint; or a run's folder, from which the best checkpoint, or else the last one, is used.
-        folder: Output folder. Existing files with these names are replaced; an error replaces none of them.
+        folder: Output folder. Existing files with these names are replaced, all or none.
         name: Title of the card; the folder's name by default.
         trusted: Whether the checkpoint may name classes of other packages, such as your own. Loading the policy then
             also needs ``trusted=True``.

@@ -435,7 +435,7 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state exactly; see :meth:`ExperienceBuffer.load_state_dict`.
 
-        The state of a buffer without any write fits any number of environments.
+        If nothing was written before the state was saved, the number of environments may differ.
         """
         state_dict = self._broadcast_state(state_dict)
         writer_state = state_dict.get("writer")

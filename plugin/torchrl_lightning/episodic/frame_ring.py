@@ -19,8 +19,8 @@ class FrameRing:
     """Store the frames of one stacked entry, and of the same entry under ``"next"``, for several environments.
 
     A stack is stored as a row of frame numbers. Each environment has one ring of frames. The ring of frames is longer
-    than the ring of steps by one stack, so the frames before the oldest step remain stored. The newest frame after a
-    step occupies the slot for the newest frame of the next step. Both are the same frame if the next step's stack
+    than the ring of steps by one stack, so the frames before the oldest step remain stored. The newest frame
+    after a step and the newest frame of the next step share one slot. They are the same frame if the next step's stack
     equals the stack after this step. If the stacks differ, an episode begins or steps are missing, and the frame after
     this step moves to a spare slot. The earlier frames of the next step's stack also get spare slots, unless all frames
     of that stack are equal. A spare slot becomes free when no stored step uses it. If no slot is free, the number of

@@ -144,7 +144,7 @@ class HindsightRelabel(EpisodeTransform):
         self._user_functions = {name: _to_copyable(function) for name, function in functions.items()}
         self._environment: EnvironmentGoals | None = None
         self._functions: _Functions | None = None  # set on first use
-        self._unchanged: list[int] = [0]  # number of rows with a new goal and the same reward; [] after the check
+        self._unchanged: list[int] = [0]  # [rows with a new goal and the same reward]; empty after the check
         # Number of batches, and the next batch to check; a list, because setting a module's attribute is slow.
         self._batches = [0, 1]
 

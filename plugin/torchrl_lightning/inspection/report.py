@@ -119,7 +119,7 @@ def inspect_state(state: Any, name: str | Path, *, last: int | None = None) -> I
 
 
 def inspect_contents(contents: Iterable[BufferView | str], name: str | Path) -> Inspection:
-    """Inspect buffers; a string in ``contents`` is the line for an unreadable buffer.
+    """Inspect buffers. For a buffer that could not be read, ``contents`` has its error line, a string.
 
     Raises:
         UserError: None of the buffers can be inspected.

@@ -12,7 +12,7 @@ def as_integers(value: Any, name: str, device: torch.device | None = None) -> Te
     """Return integers of any shape as int64; an empty list is allowed.
 
     Raises:
-        TypeError: the values are floats, booleans or not numbers; the message starts with ``name``.
+        TypeError: the values are not integers; the message starts with ``name``.
     """
     try:
         index = torch.as_tensor(value, device=device)

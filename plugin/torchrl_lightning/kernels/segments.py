@@ -63,7 +63,7 @@ def climb(nodes: Any, width: int, code: int, pending: Any, size: int) -> None:
         nodes: nodes of the tree.
         width: number of its leaves.
         code: code of the operation.
-        pending: first nodes to recompute, in any order; zeros to recompute only the levels near the root; overwritten.
+        pending: first nodes to recompute, in any order, or zeros for the levels near the root; it is overwritten.
         size: number of pending nodes.
     """
     while size > 0 and pending[0] > 0:

@@ -112,8 +112,8 @@ class ServiceWriter:
 class ShardWriter:
     """Write each rollout once and in order into a shard, while the next rollout is collected.
 
-    The writer keeps rollouts until a snapshot contains them. With ``unacknowledged`` kept rollouts, the writer requests
-    a snapshot. If the shard died, the writer sends the lost rollouts again.
+    The writer keeps rollouts until a snapshot contains them. When it keeps ``unacknowledged`` rollouts, it requests a
+    snapshot. If the shard died, the writer sends the lost rollouts again.
 
     Args:
         shard: The handle of the actor.

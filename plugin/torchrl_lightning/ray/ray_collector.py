@@ -161,7 +161,9 @@ class RayCollector(WorkersCollector):
         self._ray: Any = None
         self._owns_ray = False
         self._actors: list[Any] = []
-        self._num_begun: list[int] = []  # of each worker; a replacement continues from this number, with new seeds
+        self._num_begun: list[
+            int
+        ] = []  # begun batches of each worker; a replacement continues from this number, with new seeds
         self._failures: list[int] = []  # deaths of each worker since its last rollout
         self._pending: dict[Any, int] = {}  # requested rollouts and their workers, the oldest first
         self._weights: tuple[int, Any] = 0, None  # the published version, and its weights or a reference to them

@@ -125,7 +125,7 @@ def plan_write_back(
 
 
 def drop_next_entries(info: dict[Any, Any]) -> None:
-    """Remove a sampler's entries below ``"next"``, because n-step returns read them from a later step."""
+    """Remove a sampler's entries below ``"next"``. N-step returns read the next entries from a later step."""
     for key in tuple(info):
         if key[0] == NEXT:
             del info[key]

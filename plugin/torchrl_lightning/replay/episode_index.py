@@ -120,7 +120,7 @@ class EpisodeIndex:
             begin_masks: a function of cells that returns two masks: steps with a flag that now begins an episode, and
                 steps with another trajectory id than the step before.
         """
-        self.has_cuts = True  # clearing a flag can leave a cut
+        self.has_cuts = True  # a cut remains if the flag of its step is cleared
         env, position = self.steps_of(cells)
         for env_id in np.unique(env):
             selected = env == env_id

@@ -26,7 +26,7 @@ after_fork(_note_fork)
 
 
 class ProcessOwned:
-    """An object that only its creating or copying process may change, unless it is shared."""
+    """An object that only one process may change, unless it is shared: the process that created or copied it."""
 
     is_shared = False
     """Whether the object is in shared memory."""

@@ -237,10 +237,10 @@ def _first_states(
 
     These TorchRL modules read the state at the first step of a row and at each step with ``is_init``. So the first
     state of a window is expanded over ``T``, and the state is zero at each ``is_init``. If the state under ``"next"``
-    is stored, it is also returned, for unrolling over the next observations. It contains the state of the first step,
-    and the stored state at a later ``is_init``. With ``stored=False`` all states are zero. A cut without a flag also
-    splits a window; for windows across cuts, the returned ``is_init`` marks these splits. Without a stored ``is_init``,
-    a trajectory begins with its stored state instead of zero.
+    is stored, it is also returned, for unrolling over the next observations. It contains the stored
+    state of the first step and of each later step with ``is_init``. With ``stored=False`` all states are zero. A cut
+    without a flag also splits a window; for windows across cuts, the returned ``is_init`` marks these splits. Without a
+    stored ``is_init``, a trajectory begins with its stored state instead of zero.
     """
     has_cuts = episodes is not None and episodes.has_cuts
     if not keys and not has_cuts:

@@ -402,7 +402,7 @@ class ShareableBuffer(LockedBuffer):
         """Stop waiting in all processes: calls that wait, now or later, do nothing and return.
 
         This lasts until :meth:`resume`, also after the buffer is emptied. The stored steps stay, and all other calls
-        still work. This method takes no lock, so it never waits itself. It does not end the wait for a lock that a
+        still work. This method never waits, because it takes no lock. It does not end the wait for a lock that a
         stopped process holds; only the timeout of :meth:`share` limits that wait.
         """
         if self.shared:

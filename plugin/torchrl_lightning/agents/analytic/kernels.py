@@ -338,7 +338,7 @@ def clamp(value: Any, low: Any, high: Any) -> Any:
 
 
 def actor_objective(values: Any, log_prob: Any, alpha: float, weight: Any, best: Any) -> Any:
-    """Return the mean of minimum values ``[N, B]`` minus alpha log-probabilities, and the mean log-probability (numba).
+    """Return the mean of ``min Q - alpha log pi``, with values ``[N, B]``, and the mean of ``log pi`` (numba).
 
     ``best`` ``[B]`` receives the index of the critic with the smallest value.
     """

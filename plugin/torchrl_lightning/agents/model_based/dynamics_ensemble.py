@@ -163,7 +163,7 @@ class DynamicsEnsemble(WorldModelSettings, LossTermsModule):
 
     @property
     def policy(self) -> TensorDictModuleBase:
-        """The planner on the stored weights of the ensemble."""
+        """The planner, which plans with the stored weights of the ensemble."""
         model = self.require_built(self.world_model)
         planner = self._policy
         if planner is None or self._policy_device != model.elites.device:

@@ -70,7 +70,7 @@ class _HealthyRanges(NamedTuple):
 
     bounds: tuple[tuple[float, float], ...]
     others: tuple[float, float] = (-math.inf, math.inf)
-    inclusive: bool = False  # a body on its bound is healthy
+    inclusive: bool = False  # whether a body exactly on a bound is healthy
     finite: bool = False  # all elements must be finite
 
 

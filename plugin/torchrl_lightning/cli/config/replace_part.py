@@ -53,7 +53,7 @@ def command_layer(overrides: Iterable[Override]) -> DictConfig:
 
 
 def file_layers(loader: ConfigLoader, config_name: str | None, lines: list[str]) -> Iterator[Any]:
-    """Yield the settings of each file of a composed config in Hydra's order, at the path of the file's package."""
+    """Yield the settings of each file of a composed config, in Hydra's order and at their place in the config."""
     for default in loader.compute_defaults_list(config_name, lines, RunMode.RUN).defaults:
         path = str(default.config_path)
         source = next((source for source in loader.get_sources() if source.is_config(path)), None)

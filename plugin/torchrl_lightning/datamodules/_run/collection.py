@@ -58,7 +58,7 @@ def collector_options(
     """Return the arguments for a collector factory: ``seed`` and ``reset_at_each_batch``, if it has these parameters.
 
     The result also contains ``replay`` if it is not None, and the sizes if ``frames_per_batch`` is not bound yet. On a
-    single rank, a seed that the user has bound to a partial stays. A ValueError is raised if all ranks would collect
+    single rank, a seed in the user's partial has priority. A ValueError is raised if all ranks would collect
     the same data, or if collector and DataModule have different values of ``reset_at_each_batch``.
 
     Examples:

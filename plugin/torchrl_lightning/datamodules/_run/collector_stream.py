@@ -45,7 +45,7 @@ class CollectorStream:
     the state in the checkpoint, so that building the parts of a resumed run does not change this state.
 
     Args:
-        *accumulators: Objects with sums over episodes, which are reset if the collector loses environments.
+        *accumulators: Objects with sums over episodes. The sums are reset if the collector loses environments.
 
     Attributes:
         collector: The collector, or None before it is built; ``api`` describes its abilities.

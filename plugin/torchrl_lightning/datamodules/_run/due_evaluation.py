@@ -63,7 +63,7 @@ class DueEvaluation(SparseCallback):
             trainer.callbacks.insert(0, _EvaluationBounds(self))  # before callbacks that write checkpoints
 
     def reopen(self, trainer: Any) -> bool:
-        """Let Lightning resume within the due evaluation; return whether an evaluation is due.
+        """Return whether an evaluation is due; if so, let Lightning begin with this evaluation.
 
         Call this method when Lightning requests a loader.
         """

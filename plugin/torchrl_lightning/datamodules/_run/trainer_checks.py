@@ -100,7 +100,7 @@ def check_batches(trainer: Any, training: int, validation: int) -> None:
 
 
 def val_check_interval(trainer: Any) -> int | float:
-    """Return ``val_check_interval``, or the default for a trainer with time intervals, which lacks the attribute."""
+    """Return ``val_check_interval``. A trainer with time intervals does not have it; return the default then."""
     return cast(int | float, vars(trainer).get("val_check_interval", 1.0))
 
 

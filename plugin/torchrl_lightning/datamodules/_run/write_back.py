@@ -60,7 +60,7 @@ def check_stored_keys(keys: Sequence[NestedKey] | None, buffer: Any, batch: Tens
 
     Args:
         keys: The entries.
-        buffer: The buffer. An empty buffer is not checked, because a source then stores the rows.
+        buffer: The buffer. It is not checked if it is empty: the source stores the rows then.
         batch: The batch.
     """
     for key in keys or ():

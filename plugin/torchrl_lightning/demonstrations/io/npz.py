@@ -49,7 +49,7 @@ def _read_arrays(data: bytes, limit: int) -> dict[str, Tensor]:
         if sorted(member.filename for member in members) != sorted(f"{name}.npy" for name in ARRAYS):
             names = ", ".join(repr(member.filename) for member in members[:8])
             raise ValueError(f"it must contain only {', '.join(ARRAYS)} (as .npy), got {names or 'nothing'}")
-        # The declared sizes are sufficient: decompressing a member never returns more bytes than it declares.
+        # Comparing the declared sizes is enough, because a member is never decompressed beyond its declared size.
         declared = sum(member.file_size for member in members)
         if declared > limit:
             raise ValueError(f"its arrays have {declared} bytes, more than the limit of {limit}")

@@ -39,8 +39,8 @@ class DemonstrationReplay(Stateful):
         num_envs: The number of environments.
         ends: The end of a demonstration. ``recorded`` uses :attr:`Demonstration.ends`, ``terminated`` always
             terminates, and ``truncated`` always truncates, so that the value of the next state counts.
-        log_prob: The stored log-probability of the replayed actions. ``deterministic`` is 0, as for a demonstrator
-            without randomness. ``current`` is the log-probability under the policy. Use ``current`` for continuous
+        log_prob: The stored log-probability of the replayed actions: 0 with ``deterministic``, and the
+            log-probability under the policy with ``current``. Use ``current`` for continuous
             actions, because the ratio of a density to 1 is meaningless.
         frame_stack: The number of images that an :class:`~torchrl_lightning.EnvironmentRecipe` stacks. Demonstrations
             store single images.

@@ -97,7 +97,7 @@ class DemoPlayback:
 
 
 class PlaybackBatch:
-    """Demonstrations that run together until a demonstration begins or ends.
+    """A fixed set of demonstrations that are played at the same time.
 
     Steps are prepared in small blocks. ``ends`` has the flags (terminated, truncated) for the last steps. If ``ends``
     is None, the recorded flags are used.

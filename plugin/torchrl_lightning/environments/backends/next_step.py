@@ -11,7 +11,7 @@ from torchrl_lightning.environments.replay_source import Array
 
 
 class ResetTrackingVectorEnv(VectorWrapper[Any, Any, Any, Any, Array]):
-    """A vector environment in mode ``NEXT_STEP`` that stores which copies its last step has reset.
+    """A vector environment in mode ``NEXT_STEP`` with a mask of the copies that were reset in the last step.
 
     A reset ignores the action and returns reward 0. A rollout must keep the row of a reset; a replay buffer can omit
     it.

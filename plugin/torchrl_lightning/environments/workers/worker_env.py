@@ -46,8 +46,8 @@ _RESULT = struct.Struct("d??")
 class StepPipe:
     """A connection that sends actions, rewards and end flags as bytes, and pickles other messages.
 
-    If observations use shared memory, pickling would take most of a message's time. In this case only a non-empty info
-    is pickled.
+    If observations are in shared memory, only a non-empty info is pickled, because pickling would take most of the
+    message's time.
 
     Args:
         connection: One end of a pipe.
