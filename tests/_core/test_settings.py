@@ -203,7 +203,7 @@ def test_init_bases_translates_the_arguments_of_a_base():
 
 
 def test_init_variables_go_to_the_constructor_of_the_other_bases():
-    assert str(inspect.signature(Held)) == "(size: 'Count', rate: 'Positive' = 1.0, *, unit: 'str' = 'step')"
+    assert str(inspect.signature(Held)) == "(size: 'PositiveInt', rate: 'Positive' = 1.0, *, unit: 'str' = 'step')"
     assert Held(3).text == "3 step"
     assert vars(Held(3, unit="cell")) == {"text": "3 cell", "rate": 1.0}
     with pytest.raises(ValueError, match=r"size.*0"):

@@ -122,7 +122,7 @@ def refuses(tmp_path: Path, act: Any, message: str, form: str = "torch") -> None
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (lambda seen: torch.rand_like(seen[..., :2]), "'action' is as far off as .* draw random numbers"),
+        (lambda seen: torch.rand_like(seen[..., :2]), "'action' for .* draws random numbers"),
         (lambda seen: torch.full((len(seen), 2), float(seen.sum())), "cannot be traced by torch.export: "),
     ],
 )
@@ -137,7 +137,7 @@ def test_unsupported_export_exits_with_one_line_and_writes_nothing(act, message,
             ["nowhere"],
             "error: nowhere: file or folder not found; name a run, a checkpoint or a published",
         ),
-        (["."], "error: . has neither checkpoints/best.ckpt nor checkpoints/last.ckpt. Use a run, or a checkpoint."),
+        (["."], "error: . has neither checkpoints/best.ckpt nor checkpoints/last.ckpt. Use a run, or a checkpoint"),
     ],
 )
 def test_mistake_is_one_line(arguments, message, run):

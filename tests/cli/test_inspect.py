@@ -76,7 +76,7 @@ def _foreign(run):
         (lambda run: _checkpoint(run), "contains no buffer; train with data.checkpoint_buffer=inside"),
         (
             lambda run: _checkpoint(run, snapshot={"folder": "/x", "run": "../..", "name": "after_1_0000000a"}),
-            "which we never wrote",
+            "reference to a replay buffer is invalid",
         ),
     ],
 )

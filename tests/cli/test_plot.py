@@ -124,7 +124,7 @@ def test_errors_list_the_existing_columns(tmp_path):
         (FileNotFoundError, r"no such file or folder: .*nowhere", [tmp_path / "nowhere"], {}),
         (FileNotFoundError, r"no metrics\.csv below .*empty", [tmp_path / "empty"], {}),
         (KeyError, r"no column eval/score in .*: eval/return, step, train/loss", [run], {"metric": "eval/score"}),
-        (ValueError, "line 2: step='1', eval/return='much'", [tmp_path / "words.csv"], {}),
+        (ValueError, "line 2: step and eval/return must be numbers, got '1' and 'much'", [tmp_path / "words.csv"], {}),
         (ValueError, "has no value of eval/return yet", [tmp_path / "young.csv"], {}),
         (ValueError, "labels must have one entry for each of the 2 sources, got 1", [run, run], {"labels": ["one"]}),
         (ValueError, "smooth must be at least 1 point, got 0", [run], {"smooth": 0}),

@@ -68,7 +68,7 @@ COLLECTORS = {
         foreign={"num_workers=1.*num_workers=2": partial(asynchronous, num_workers=2)},
         refuses=(
             *REFUSES,
-            Refusal("static_seed=True", lambda collector: collector.set_seed(3, static_seed=True)),
+            Refusal("static_seed must be False, got True", lambda collector: collector.set_seed(3, static_seed=True)),
         ),
     ),
 }

@@ -139,7 +139,7 @@ DEMONSTRATIONS = {
         },
         refuses=(
             Refusal(
-                "There are 5 demonstrations, 4 have a place",
+                "at most the capacity 4, got 5",
                 lambda storage: storage.replace([rewarded()] * 3, [rewarded()] * 2),
                 empty=True,
             ),
@@ -195,9 +195,9 @@ DEMONSTRATIONS = {
         ask=lambda miner: None,
         foreign={"num_envs=2": partial(miner, 0, 3)},
         edited={
-            "follows 0 of 2": (("running",), []),
+            "2 environments, got 0": (("running",), []),
             "'value' is 'high'": (("running", 0, "value"), "high"),
-            "observes": (("running", 0, "steps"), OTHER_STEPS),
+            "observation entries": (("running", 0, "steps"), OTHER_STEPS),
         },
         refuses=(
             Refusal("'state_value'", mining(with_nan("state_value")), empty=True),
@@ -217,7 +217,7 @@ DEMONSTRATIONS = {
         within=tuple(("demonstrations", name) for name in ("rollouts", "writer", "replay", "miners", "is_tracked")),
         empty=(RuntimeError, "empty"),
         refuses=(
-            Refusal("env_id=2.*0.*1", methodcaller("sample_demo", 2), empty=True),
+            Refusal("env_id must .*0.*1.*2", methodcaller("sample_demo", 2), empty=True),
             Refusal(r"rho \+ phi must be at most 1", methodcaller("update_storage_parameter", "rho", 0.9), empty=True),
         ),
         edited={

@@ -248,7 +248,7 @@ FAMILIES = {
     ),
     "MixedReplay": source(mixed, lambda own: own.source.draw(7)).but(
         within=(("source", "owed"),),
-        foreign={"state is that of 3 mixed buffers, but here are 2": partial(mixed, 0, (0.5, 0.5))},
+        foreign={"3 mixed buffers, expected 2": partial(mixed, 0, (0.5, 0.5))},
     ),
     "BranchedReplay": source(branched, imagine_and_draw).but(
         edited={"branched replay state is foreign: it lacks": (("source",), {})},

@@ -119,7 +119,7 @@ def test_help_shows_the_arguments():
     text = pydoc.render_doc(GAEBuffer, renderer=pydoc.plaintext)
     # Python 3.13 gives each argument a line of its own.
     shown = " ".join(text.partition(" |  ")[2].replace(" |", " ").split()).replace("( ", "(")
-    assert shown.startswith("GAEBuffer(size: 'Count', device:")
+    assert shown.startswith("GAEBuffer(size: 'PositiveInt', device:")
     assert "gae_lambda: 'Fraction' = 0.95" in shown
 
 

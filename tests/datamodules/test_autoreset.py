@@ -168,7 +168,7 @@ def test_reset_rows_that_cannot_be_dropped_are_refused(tmp_path) -> None:
         with pytest.raises(ValueError, match=f"^<?[^\n]*{says}[^\n]*$"):
             fit(tmp_path, data, dqn(), **settings)
 
-    refused(rollouts(env=Lanes(NEXT_STEP), eval_env=Lanes()), "NEXT_STEP.* Replay .* takes it")
+    refused(rollouts(env=Lanes(NEXT_STEP), eval_env=Lanes()), "NEXT_STEP.*ReplayDataModule.* accepts it")
     refused(lanes(NEXT_STEP), "on 2 ranks, got AutoresetMode.NEXT_STEP", strategy=of_rank(0, 2))
     refused(lanes(NEXT_STEP, buffer=experience(RandomSampler)), "with RandomSampler, got AutoresetMode.NEXT_STEP")
     refused(lanes(SAME_STEP, eval_env=Lanes(NEXT_STEP)), "NEXT_STEP")

@@ -274,7 +274,7 @@ def test_stored_number_that_is_not_finite_names_its_column(side, tmp_path, monke
         return found
 
     monkeypatch.setattr(HoldoutSplit, "parts", spoil)
-    with pytest.raises(ValueError, match=r"Column observation\[0\] holds nan in 1 of \d+ rows"):
+    with pytest.raises(ValueError, match=r"Column observation\[0\] must be finite, got nan in 1 of \d+ rows"):
         fit(tmp_path, data)
 
 

@@ -228,7 +228,7 @@ def test_second_ctrl_c_stops_within_the_step_and_keeps_the_checkpoint_before(
     with at_return(nth_return(3, name), signal.SIGINT, signal.SIGINT) as sent:
         path = run(folder, ppo)
     assert len(sent) == 2
-    assert ("the one before" if path.exists() else "no checkpoint yet") in caplog.text
+    assert ("is the previous state" if path.exists() else "no checkpoint yet") in caplog.text
     assert "to resume" not in caplog.text
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if path.exists():

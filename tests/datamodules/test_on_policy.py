@@ -180,7 +180,7 @@ class WithoutPolicy(TinyActorCritic):
         ),
         ({"buffer": VTraceBuffer}, WithoutLogProb, {}, KeyError, "action_log_prob"),
         ({}, WithoutPolicy, {}, TypeError, "must have an attribute `policy`"),
-        ({}, TinyActorCritic, {"precision": "64-true"}, ValueError, "precision='64-true'"),
+        ({}, TinyActorCritic, {"precision": "64-true"}, ValueError, "precision must be .*64-true"),
     ],
     ids=["another size", "no log-probability", "no policy", "true precision"],
 )

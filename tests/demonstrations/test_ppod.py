@@ -350,7 +350,7 @@ def test_envs_of_the_documented_kind_are_attached() -> None:
 @pytest.mark.parametrize("folder", ["target_agent_demos_dir", "supplementary_demos_dir"])
 def test_folder_that_cannot_be_written_is_refused_before_anything_is_collected(folder: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=rf"^{folder}=.*file/demos"):
+    with pytest.raises(ValueError, match=rf"^{folder} must .*file/demos"):
         attached(**{folder: str(tmp_path / "file" / "demos")})
 
 

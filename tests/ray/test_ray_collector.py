@@ -251,7 +251,7 @@ def test_fit_continues_if_its_replay_service_is_killed(tmp_path: Path) -> None:
         def on_train_epoch_end(self) -> None:
             data = self.trainer.datamodule
             history.append(data.metrics())
-            (actor,) = data._rows._actors
+            (actor,) = data._row_store._actors
             if len(history) == 1:
                 os.kill(ray.get(actor.__ray_call__.remote(lambda service: os.getpid())), signal.SIGKILL)
             else:

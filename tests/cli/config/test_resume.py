@@ -58,7 +58,7 @@ def test_several_values_without_multirun_are_checked_against_the_checkpoint(run,
     few = ["data.total_frames=300", "data.warmup_frames=200", "eval_episodes=1", "logger=none"]
     run("train", "experiment=dqn_cartpole", *few, "hydra.run.dir=dqn")
     resumed = f"ckpt_path={checkpoint_of(tmp_path / 'dqn')}"
-    assert "say --multirun" in composed(run, resumed, "model.tau=0.1,0.2", expect=1)  # PPO, the default, has no tau
+    assert "need --multirun" in composed(run, resumed, "model.tau=0.1,0.2", expect=1)  # PPO, the default, has no tau
     assert "did you mean model.tau?" in composed(run, resumed, "model.taw=0.1,0.2", expect=1)
 
 

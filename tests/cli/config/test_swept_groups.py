@@ -119,7 +119,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["collector=process,null"], r"collector: .*collector=\[\]"),
     (["collector=null,process", "data.num_envs=2"], r"collector: .*collector=\[\]"),
     (["hparams_search=null", "seed=0,1"], r"hparams_search: .*hparams_search=\[\]"),
-    (["model/network=gru,null"], "model/network: .*name an option of the group"),
+    (["model/network=gru,null"], "model/network: .*select an option of the group"),
 ]
 
 

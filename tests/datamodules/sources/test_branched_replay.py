@@ -183,7 +183,7 @@ def test_first_fit_is_foreseen_exactly() -> None:
         try:
             call(*args)
         except ValueError as error:
-            return str(error).partition(" rows for ")[2].split()[0].rstrip(";")
+            return str(error).partition(" rows for ")[2].split()[0].rstrip(";.")
         return ""
 
     sides = []
