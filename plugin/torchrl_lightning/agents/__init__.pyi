@@ -1,4 +1,4 @@
-"""The exported names. This list is the only one: ``lazy_exports`` and type checkers read it."""
+"""The only list of the exported names; ``lazy_exports`` and type checkers read it."""
 
 from .actor_critic import ActorCriticModule as ActorCriticModule
 from .loss_functions import clipped_surrogate_loss as clipped_surrogate_loss

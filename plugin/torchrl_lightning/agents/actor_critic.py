@@ -49,7 +49,7 @@ class ActorCriticModule(LossTermsModule):
         loss_critic_type: ``"l2"``, ``"smooth_l1"`` or ``"l1"``.
         clip_value: Maximum change of a value prediction; larger changes are clipped. None does not clip.
         normalize_advantage: True standardises the advantage within each mini-batch, even if the buffer has
-            standardised it over the rollout. None standardises it only if the buffer has not.
+            standardised it over the rollout. None does so only if the buffer has not.
         extrinsic_coeff: Weight of the advantage of the environment's reward.
         intrinsic_coeff: Weight of the intrinsic advantage; requires ``intrinsic``.
         distribution: Distribution of continuous actions: ``"normal"`` (clipped; the default) or ``"tanh_normal"``.
@@ -206,7 +206,7 @@ class ActorCriticModule(LossTermsModule):
     # -- optimizers and schedules -----------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return one optimizer, or also an optimizer of the critic's own parameters if ``critic_optimizer`` is set."""
+        """Return one optimizer; if ``critic_optimizer`` is set, add an optimizer of the critic's own parameters."""
         actor, critic = list(self.policy.parameters()), list(self.critic.parameters())
         if self.intrinsic is not None:
             actor += self.intrinsic.predictor_parameters()

@@ -74,7 +74,7 @@ class AgentModule(PickleByValueMixin, Settings, MetricsModule):
     suggested_data: ClassVar[str] = ""
 
     build_method: ClassVar[str | None] = None
-    """Name of the method that builds the networks called by :meth:`network_outputs`; None skips the dry run."""
+    """Name of the method that builds the networks; :meth:`network_outputs` calls them. None skips the dry run."""
     batch_shapes: ClassVar[Sequence[tuple[int, ...]]] = ((ROWS,),)
     """The batch shapes that the dry run passes to the encoders."""
 
@@ -190,7 +190,7 @@ class AgentModule(PickleByValueMixin, Settings, MetricsModule):
         self._unchecked_states = None
         trainer: Any = self._trainer
         if self.is_built and isinstance(trainer, Trainer) and trainer.state.fn == TrainerFn.FITTING:
-            states = checkpoint.get("optimizer_states")  # Lightning reports missing states with a remedy
+            states = checkpoint.get("optimizer_states")  # if they are missing, Lightning's error names a remedy
             if states is not None and not self.check_optimizer_states(states):
                 self._unchecked_states = states
 
@@ -319,8 +319,8 @@ class AgentModule(PickleByValueMixin, Settings, MetricsModule):
         for group in self._groups.values():
             group.clear()
         idle = self.idle_parameters() if self.trainer.world_size > 1 else []
-        # DDP waits for all gradients, so send zeros. Remove the zeros below, because momentum would move the
-        # parameters.
+        # DDP waits for the gradients of all parameters, so idle parameters get zeros. The zeros are removed below,
+        # because an optimizer with momentum would move the parameters.
         loss = loss + sum(0.0 * parameter.sum() for parameter in idle) if idle else loss
         if inner and not is_scaled and type(self.trainer.strategy) is SingleDeviceStrategy:
             loss.backward()  # a single device has no ranks to synchronise
@@ -440,7 +440,7 @@ class _UnscaledSteps:
         pass
 
     def update(self) -> None:
-        pass  # other optimizers must still step with the same scale
+        pass  # the scale must not change, because other optimizers still step with it
 
     def step(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> float | None:
         return self._scaler.step(optimizer, **kwargs) if _has_gradients(optimizer) else None

@@ -69,7 +69,7 @@ def kl_estimate(log_ratio: Tensor) -> Tensor:
         >>> kl_estimate(torch.tensor([0.0, 0.5, -0.5, 1000.0]))
         tensor([0.0000, 0.1487, 0.1065,    inf])
     """
-    # exp(88) is close to float32's limit. Above it, exp dominates, and the clamp prevents infinity - infinity = NaN.
+    # exp(88) is close to float32's limit. Above 88, exp dominates, and the clamp prevents infinity - infinity = NaN.
     return log_ratio.expm1() - log_ratio.clamp(max=88.0)
 
 
@@ -81,7 +81,7 @@ def critic_loss(
     old_value: Tensor | None = None,
     clip_value: float | None = None,
 ) -> Tensor:
-    r"""Return \(\mathbb{E}\,d(V, \hat V)\); with clipping, \(d\) is the larger distance of \(V\) and clipped \(V\).
+    r"""Return \(\mathbb{E}\,d(V, \hat V)\); with clipping, \(d\) is the larger distance of \(V\) and the clipped \(V\).
 
     Args:
         value: Predicted values \(V\), ``[*B, 1]``.
@@ -149,7 +149,7 @@ def margin_loss(values: Tensor, action: Tensor, margin: float, *, one_hot: bool 
 def double_q_value(values: Tensor, selector: Tensor) -> Tensor:
     r"""Return \(\bar Q(s', \arg\max_a Q(s', a))\) from values \(\bar Q\) and a selector \(Q\), ``[*B, A]`` each.
 
-    The values come from the target network, the selector from the online network (van Hasselt et al., 2016).
+    The values come from the target network, and the selector comes from the online network (van Hasselt et al., 2016).
 
     Examples:
         >>> double_q_value(torch.tensor([[1.0, 2.0]]), torch.tensor([[5.0, 4.0]]))

@@ -37,7 +37,7 @@ class LossModuleAgent(AgentModule):
     ``gamma`` if set. Otherwise it has TorchRL's defaults, unless ``loss`` has already built an estimator.
 
     Args:
-        loss: With ``networks``, a TorchRL loss class or a partial of one. Without ``networks``, a ready loss, or a
+        loss: With ``networks``, a TorchRL loss class or its partial. Without ``networks``, a loss instance, or a
             callable that takes the environment's specs (``observation``, ``action``, ...), builds the networks and
             returns the loss.
         networks: For each network argument of the loss, a callable that takes specs and ``network`` and builds the
@@ -160,8 +160,8 @@ class LossModuleAgent(AgentModule):
             raise ValueError(
                 f"minimised={unknown} must be entries of {type(loss).__name__}, which are {loss.out_keys}."
             )
-        # TorchRL's losses build value estimator and target entropy at first use, but loading a checkpoint needs them
-        # before.
+        # TorchRL's losses build value estimator and target entropy at first use. Loading a checkpoint requires
+        # both.
         if self.gamma is not None and loss.default_value_estimator is not None:
             loss.make_value_estimator(gamma=self.gamma)
         elif loss.default_value_estimator is not None:
@@ -249,7 +249,7 @@ class LossModuleAgent(AgentModule):
 
 
 def _find_network(loss: LossModule, *names: str) -> Any:
-    """Return the first of these networks in the loss, with its trained parameters, or None."""
+    """Return the first of these networks that the loss has, with its trained parameters, or None."""
     name = next((name for name in names if name in loss.__dict__ or name in dict(loss.named_children())), None)
     return None if name is None else loss.get_stateful_net(name)
 

@@ -30,7 +30,7 @@ def train_names(*names: str) -> tuple[str, ...]:
 
 
 class MetricSums:
-    """Running means of scalar tensors, and the explained variance of a value prediction; adding a key takes 1 us."""
+    """Compute running means of scalar tensors (1 us for each key) and the explained variance of a value prediction."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[Tensor | float]] = {}
@@ -89,7 +89,7 @@ class MetricsModule(L.LightningModule):
     """All training metrics (``train/...``) of this class; empty if some are unknown."""
 
     checks_of_attributes: ClassVar[Mapping[str, tuple[Check, str] | None]] = {}
-    """Check and setting name of each attribute that is a setting."""
+    """Maps each attribute that stores a setting to a check of its values and the setting's name."""
 
     loops_over_updates: ClassVar[bool] = False
     """True if ``training_step`` learns from each batch of :func:`~torchrl_lightning.updates_of`."""

@@ -211,7 +211,7 @@ class OffPolicyModule(LossTermsModule):
             self.update_exploration()
 
     def _write_states(self, batch: TensorDictBase, states: tuple[Entries, Entries]) -> None:
-        """Write refreshed states into a batch; next states only for stored keys and one-step transitions."""
+        """Write refreshed states into a batch; write next states only for stored keys and one-step transitions."""
         written_keys: list[NestedKey] = []
         levels: list[tuple[str, ...]] = [()] if "steps_to_next_obs" in batch else [(), ("next",)]
         for prefix, values in zip(levels, states, strict=False):
@@ -253,7 +253,7 @@ class OffPolicyModule(LossTermsModule):
         checkpoint[STATE] = {"updates": self.updates, "exploration": float(self.policy.amount)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore this state; raise KeyError for another kind of module, and an error for another environment."""
+        """Restore the state; raise an error for another environment, and a KeyError for another kind of module."""
         super().on_load_checkpoint(checkpoint)
         if STATE not in checkpoint:
             raise KeyError(f"the checkpoint has no entry {STATE!r}, because an off-policy module did not write it")

@@ -29,9 +29,9 @@ _STATE_KEYS = {"state", "param_groups"}
 
 
 def check_optimizer_states(optimizers: Sequence[Optimizer], states: Any) -> None:
-    """Compare a checkpoint's states with the states of optimizers of copied parameters after one trial step.
+    """Compare a checkpoint's states with the states of these optimizers after a trial step.
 
-    The trial step changes the optimizers and their parameters.
+    The trial step changes the optimizers and their parameters, so both must be copies.
 
     Raises:
         ValueError: A state does not fit; the message names the first value that differs.

@@ -66,8 +66,8 @@ class DQNModule(OffPolicyModule):
         epsilon_frames: Number of frames from the initial to the final probability.
         epsilon_spread: Spread of the probabilities over the workers of a collector. Worker ``i`` of ``N`` raises the
             probability to the power ``1 + epsilon_spread * i / (N - 1)``, as in Ape-X (Horgan et al., 2018).
-        margin_coeff: Weight of DQfD's margin loss (Hester et al., 2018) on the demonstrations of a batch, which need
-            ``dataset_share`` of the DataModule.
+        margin_coeff: Weight of DQfD's margin loss (Hester et al., 2018) on the demonstrations of a batch. A
+            positive weight requires ``dataset_share`` of the DataModule.
         margin: Margin of the demonstrated action's value over the other actions' values.
         gamma: As in :class:`OffPolicyModule`, like the following arguments.
 

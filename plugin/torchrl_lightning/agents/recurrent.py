@@ -88,7 +88,7 @@ def _last_steps(boundary: Tensor, steps: Tensor, mask: Tensor | None) -> tuple[T
     length, max_steps = steps.shape[1], int(steps.max())
     burn_in = 0 if mask is None else int(mask.any(0).long().argmax())
     if burn_in + max_steps >= length:
-        # Only transitions at the ends of episodes would remain.
+        # Otherwise, only transitions at the ends of episodes would remain.
         raise ValueError(
             f"Sequences must be longer than {burn_in} burn-in steps and {max_steps} steps to a successor, got {length} "
             "steps. Raise batch_length of the SequenceSampler, or lower n_steps."

@@ -79,7 +79,7 @@ class RandomNetworkDistillation(Settings, nn.Module):
             self.whitened = [not isinstance(entry, Categorical) and entry.dtype is not torch.bool for entry in entries]
             self.target, self.predictor = self._embedding(entries), self._embedding(entries)
             self.target.requires_grad_(False)
-            # The target is fixed: dropout would add noise to the predictor's labels.
+            # Run the target in evaluation mode. Otherwise, dropout would add noise to the predictor's labels.
             self._target_mode = EvaluationMode(self.target)
             self.register_buffer("count", torch.zeros((), dtype=torch.float64))
             for i, entry in enumerate(entries):

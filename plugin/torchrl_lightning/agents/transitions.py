@@ -37,8 +37,8 @@ class Transitions:
     is_init: Tensor | None = None  # whether an episode starts at `now`
     states: Entries | None = None  # recurrent states before `now`
     steps: Tensor | None = None  # number of steps from `now` to `after`; None means one step
-    allowed: Tensor | None = None  # actions allowed after the step [*B, A]; all if None
-    source: Tensor | None = None  # number of the row's source buffer, 0 for the agent's buffer; None without others
+    allowed: Tensor | None = None  # actions allowed after the step [*B, A]; None allows all
+    source: Tensor | None = None  # number of the row's source buffer, 0 for the agent's; None if there is only one
 
     @property
     def detached(self) -> Entries:

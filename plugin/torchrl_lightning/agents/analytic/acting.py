@@ -31,8 +31,8 @@ MAX_PRODUCTS = 1 << 21  # largest number of rows times weights; torch is faster 
 def compiled_call(policy: Any, step: TensorDictBase) -> Callable[[], dict[Any, Tensor]] | None:
     """Return a compiled ``policy.compute_step`` for a CPU step ``[N]``; the caller overwrites the step's tensors.
 
-    The call draws the same random numbers as the policy. The results are equal up to float error. It may return the
-    same tensors each time. If the policy's modules change later, the call uses the policy itself.
+    The call draws the same random numbers as the policy. The results are equal up to float error. Each call may
+    return the same tensors. If the policy's modules change later, the call uses the policy itself.
 
     Returns:
         The call, or None if the policy is not a policy of this package with a small perceptron.
@@ -130,8 +130,8 @@ class ActionSelection:
     """The selection of actions from the outputs of the layers.
 
     Attributes:
-        kernel: The compiled kernel. Its arguments are the arguments of the layers, the amount of noise (0 for the mode
-            or the mean), ``arguments`` and ``outputs``.
+        kernel: The compiled kernel. It takes the arguments of ``layers``, the amount of noise, ``arguments`` and
+            ``outputs``. The amount is 0 for deterministic actions.
         draw_noise: A function that draws the noise in ``arguments``.
         outputs: The output tensors, the action first.
         amount: A function that returns the amount of noise; None means an amount of 1.

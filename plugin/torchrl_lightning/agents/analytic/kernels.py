@@ -2,7 +2,7 @@
 
 All numbers are float32. A table ``[L + 1, 5]`` describes the L linear layers of an acting network. A row contains the
 addresses of weight ``[out, in]`` and bias, the numbers of inputs and outputs, and the activation. The last row contains
-the addresses of the head's vectors ``[A]``. The losses expect row weights ``weight`` that add up to 1.
+the addresses of the head's vectors ``[A]``. The losses expect that ``weight``, the weights of the rows, adds up to 1.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def multiply(x: Any, weight: Any, bias: Any, out: Any) -> None:
 
 @fastmath
 def activate(values: Any, activation: int) -> None:
-    """Apply an activation in place (numba); tanh is a rational approximation, exact to 2e-7, for SIMD code."""
+    """Apply an activation in place (numba); for SIMD code, tanh is a rational approximation, exact to 2e-7."""
     f = np.float32
     if activation == RELU:
         for i in range(len(values)):
@@ -155,7 +155,7 @@ def log_normal_cdf(z: float) -> float:
 def act_tanh_normal(
     x: Any, layers: Any, work: Any, out: Any, exploration: float, limits: Any, noise: Any, action: Any
 ) -> None:
-    """Sample actions from a tanh-squashed Normal or take its mean; ``out`` are means and log deviations (numba).
+    """Sample actions from a tanh-squashed Normal or take its mean; ``out`` has means and log deviations (numba).
 
     The head's vectors are center and half-range of the actions. ``limits`` are the lowest and highest log deviation,
     and the largest absolute value after the tanh.
@@ -251,7 +251,7 @@ def dqn_loss(
         action: executed actions, ``[B]``.
         step: reward, terminated and discount, ``[B]`` each.
         weight: weights of the rows, ``[B]``.
-        kind: number of the distance.
+        kind: number that selects the distance.
         grad: receives the gradient, ``[B, A]``.
         error: receives the absolute errors, ``[B]``.
     """
@@ -444,7 +444,7 @@ def ppo_clipped_normal_loss(
                 log_prob -= 0.5 * z * z + log_scale[a] + constant
                 slope = -z
                 log_std_slope[a] = z * z - 1.0
-            else:  # an action on a bound has the mass of the tail, and its derivative is the hazard rate
+            else:  # an action on a bound has the tail's mass; the derivative of its log is the hazard rate
                 side = 1.0 if value <= low[a] else -1.0
                 log_mass = log_normal_cdf(side * z)
                 log_prob += log_mass

@@ -20,7 +20,7 @@ from torchrl_lightning.agents.optimizer_states import check_adam_state
 
 
 def _uncompiled(method: Callable[..., Any]) -> Any:
-    """Remove torch's compiler guard from a method until the compiler is imported; its import takes 1.7 s."""
+    """Remove torch's compiler guard from a method until the compiler is imported, because the import takes 1.7 s."""
     plain = inspect.unwrap(method)
 
     @wraps(plain)
@@ -39,7 +39,7 @@ class FusedAdam(o.Adam):
 
     In each step, torch adds a profiler label, runs hooks, checks CUDA graphs and groups parameters by device. This
     takes 60 to 100 us. The step of a small network with flat parameters takes only 10 us. With hooks or a gradient
-    scaler, torch's own step is used. The arguments are the same.
+    scaler, torch's own step is used. The class takes the arguments of torch's Adam.
     """
 
     add_param_group = _uncompiled(o.Adam.add_param_group)

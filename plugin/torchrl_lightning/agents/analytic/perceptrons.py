@@ -122,7 +122,7 @@ def linear_layers(trunk: Any, head: Any) -> tuple[list[nn.Linear], list[int]]:
 
 
 def activation_number(module: nn.Module) -> int:
-    """Return the kernels' number of an activation; raise Unsupported for other activations."""
+    """Return the number of an activation in the kernels; raise Unsupported for other activations."""
     if type(module) not in _ACTIVATIONS:
         raise Unsupported(f"{type(module).__name__} is not compiled.")
     return _ACTIVATIONS[type(module)]
@@ -196,7 +196,7 @@ class Perceptron:
                 grad = np.dot(grad, weight.T, out=self._input_grads[number])
 
     def input_gradient(self, outputs: LayerOutputs, rows: Array, grad: Array, columns: int) -> Array:
-        """Return the last ``columns`` of the input gradient of ``rows`` ``[n]`` from the output gradient ``[n, O]``."""
+        """Return the last ``columns`` of the input gradient, for the output gradient ``[n, O]`` of ``rows`` ``[n]``."""
         for number in reversed(range(len(self.layers))):
             weight, _, activation = self.layers[number]
             self._backward_activation(grad, outputs[number], rows, activation, _NO_BIAS_GRAD)

@@ -39,7 +39,7 @@ from torchrl_lightning.kernels.compiled import jitted
 
 _INPUT_KEYS = ("action_log_prob", "advantage", "value_target")
 _UNSUPPORTED_KEYS = (*AUTO_LOSS_MASK_KEYS, REPLAYED)
-"""``_INPUT_KEYS`` are input entries of PPO's update; a batch with an entry in ``_UNSUPPORTED_KEYS`` needs autograd."""
+"""PPO's update reads the entries in ``_INPUT_KEYS``. A batch with an entry in ``_UNSUPPORTED_KEYS`` needs autograd."""
 ObservationPair = tuple[Array, Array]
 """Observations and next observations of a batch."""
 DISTANCES = {"l1": kernels.L1, "l2": kernels.L2, "smooth_l1": kernels.SMOOTH_L1}
@@ -161,7 +161,7 @@ class TransitionUpdate(AnalyticUpdate):
         return [agent.policy.network, *(getattr(agent, name) for name in agent.target_names), agent.targets]
 
     def supported_size(self, batch: Any) -> int | None:
-        """Return the number of transitions of a batch; None with a mask, sequences or unsupported dtypes."""
+        """Return the number of transitions of a batch, or None if it has a mask, sequences or unsupported dtypes."""
         for value in (batch.reward, batch.weight, batch.discount):
             if isinstance(value, Tensor) and value.dtype is not torch.float32:
                 return None
@@ -234,7 +234,7 @@ class DQNUpdate(TransitionUpdate):
 
 
 class ActorCriticUpdate(TransitionUpdate):
-    """Base of SAC and TD3: critics of an observation and an action, and an actor trained on their values."""
+    """Base of SAC and TD3: critics evaluate an observation and an action, and their values train an actor."""
 
     def bind(self, gradients: Gradients) -> list[nn.Module]:
         """Extract actor and critics."""
@@ -269,7 +269,7 @@ class ActorCriticUpdate(TransitionUpdate):
     def write_critic_gradients(
         self, observations: ObservationPair, action: Array, step: Any, alpha: float, weight: Array, error: Array
     ) -> dict[str, float]:
-        """Write the critics' gradients, from the next actions already stored in ``policy_action``."""
+        """Write the critics' gradients; ``policy_action`` must already contain the next actions."""
         target_values = self.policy_values(self.targets, self.shared_outputs, observations[1])
         jitted(kernels.write_critic_targets)(target_values, self.log_prob, alpha, step, self.target)
         self.stored_input[:, : self.features] = observations[0]
@@ -285,7 +285,7 @@ class ActorCriticUpdate(TransitionUpdate):
         return {"loss_qvalue": sum(losses), "value": means[0]}
 
     def write_action_gradient(self, number: int, rows: Array, weight: Array) -> None:
-        """Write the gradient of a critic's negative weighted values with respect to the actions of some rows."""
+        """Write, for some rows, the gradient of a critic's negative weighted values with respect to the actions."""
         critic, outputs = self.critics[number], self.critic_outputs[number]
         self.action_grad[rows] = critic.input_gradient(outputs, rows, -weight[rows, None], self.actions)
 
@@ -395,7 +395,7 @@ class PPOUpdate(AnalyticUpdate):
         return [actor, critic]
 
     def supported_size(self, batch: TensorDictBase) -> int | None:
-        """Return the number of steps of a mini-batch; None with replayed steps, masks, sequences or other dtypes."""
+        """Return the number of steps of a mini-batch, or None for replayed steps, masks, sequences or other dtypes."""
         if batch.ndim != 1 or any(batch.get(key, None) is not None for key in _UNSUPPORTED_KEYS):
             return None
         entries = [batch.get(key, None) for key in (*_INPUT_KEYS, "action", *self._keys)]

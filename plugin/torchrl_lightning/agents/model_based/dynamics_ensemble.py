@@ -98,7 +98,7 @@ class DynamicsEnsemble(WorldModelSettings, LossTermsModule):
         super().__post_init__()
         self.ensemble: GaussianEnsemble | None = None
         self.world_model: WorldModel | None = None
-        # Each member's smallest error [M] in the current fit, and the epochs since the last improvement.
+        # The smallest error of each member [M] in the current fit, and the number of epochs since the last improvement.
         self.register_buffer("best_errors", torch.empty(0))
         self.epochs_waited = 0
         self._policy_device: torch.device | None = None
@@ -150,7 +150,7 @@ class DynamicsEnsemble(WorldModelSettings, LossTermsModule):
             )
 
     def incompatibility(self, data: Any) -> str | None:
-        """Return the reason for an incompatible DataModule, or None; raise ValueError if a setting has no effect."""
+        """Return why a DataModule is incompatible, or None; raise ValueError if a setting has no effect."""
         if self.terminated is not None and DataApi.of(data).terminated is True:
             return (
                 f"data.terminated must be left at its default False if {type(self).__name__} has a function "
@@ -262,9 +262,9 @@ class DynamicsEnsemble(WorldModelSettings, LossTermsModule):
         """Build the networks if necessary, and restore the fit; raise KeyError if another kind of module saved it.
 
         Raises:
-            ValueError: The checkpoint belongs to another environment, or only one of checkpoint and module learns
-                terminations. The same error is raised if the networks are not built and the model has a reward
-                function.
+            ValueError: The checkpoint belongs to another environment, or either the checkpoint or the module
+                learns terminations, but not both. The same error is raised if the networks are not built and the model
+                has a reward function.
         """
         super().on_load_checkpoint(checkpoint)
         if STATE not in checkpoint:

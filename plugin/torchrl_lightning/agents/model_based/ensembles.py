@@ -77,7 +77,7 @@ class GaussianEnsemble(nn.Module):
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
         for input_size, output_size in zip(sizes, [*sizes[1:], last_size], strict=True):
             std = 0.5 / math.sqrt(input_size)
-            # Products and gradients need no copies in the layout [M, in, out].
+            # In the layout [M, in, out], products and gradients need no copies.
             weight = torch.empty(num_members, input_size, output_size)
             self.weights.append(nn.Parameter(nn.init.trunc_normal_(weight, 0.0, std, -2 * std, 2 * std)))
             self.biases.append(nn.Parameter(torch.zeros(num_members, 1, output_size)))

@@ -35,7 +35,7 @@ class MBPOModule(SACModule):
     Raises:
         TypeError: The network is a ``RecurrentNetwork``, but the world model does not imagine recurrent states.
             ``build`` raises the same error if the actions are not bounded floating-point vectors.
-        ValueError: An observation is discrete; raised when a fit is set up.
+        ValueError: An observation is discrete. The setup of a fit raises this error.
 
     Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env

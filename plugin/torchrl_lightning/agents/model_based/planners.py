@@ -43,7 +43,7 @@ class ShootingPlanner(Settings, GeneratorMixin, TensorDictModuleBase):
     A planner draws random candidates. While exploring, each plan takes its seed from :attr:`generator`. The planner's
     state contains the generator's state. Under deterministic exploration the seed is computed from the observations and
     the generator's initial seed. Equal observations then give equal actions. Different steps still draw different
-    random numbers, because with equal numbers, sampling errors would add up over an episode. Torch's global generator
+    random numbers. With equal numbers, sampling errors would add up over an episode. Torch's global generator
     is unchanged.
 
     The world model is a submodule, so the parameters, the device moves and the state dict of the planner include it.
@@ -123,7 +123,7 @@ class ShootingPlanner(Settings, GeneratorMixin, TensorDictModuleBase):
         return self
 
     def inherit_generator(self, previous: object, seed: int | None) -> None:
-        """Continue with the previous planner's generator; without one, seed this generator unless ``seed`` is None."""
+        """Take the generator of a previous planner. Otherwise seed the generator, unless ``seed`` is None."""
         if isinstance(previous, ShootingPlanner):
             self.generator = previous.generator
         elif seed is not None:

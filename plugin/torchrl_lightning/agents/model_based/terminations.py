@@ -86,8 +86,9 @@ _BODIES = {
 class MujocoTermination(ConfigSafe):
     """Terminate when a body of Gymnasium's MuJoCo environments has fallen, by the default rules of its environment.
 
-    The observations must be the environment's default: the height comes first, and the position along the ground is
-    left out. The hopper's rule for velocities cannot be checked, because the environment clips the observed velocities.
+    The observations must have the environment's default format. It starts with the height, and omits the position along
+    the ground. The hopper's rule for velocities cannot be checked, because the environment clips the observed
+    velocities.
 
     Args:
         body: ``hopper``, ``walker2d``, ``ant``, ``humanoid`` or ``inverted_pendulum``, in versions 4 and 5.

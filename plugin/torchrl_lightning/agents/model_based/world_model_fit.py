@@ -24,8 +24,8 @@ class WorldModelFit(WorldModelSettings, ConfigSafe):
 
     The loss is the loss of :class:`~torchrl_lightning.DynamicsEnsemble`, which learns over epochs of Lightning. This
     class fits the world model between two updates of an agent. Each member learns from its own rows, which are drawn
-    with replacement and shuffled again in each epoch. A fit starts from the members that the last fit kept, with a new
-    optimizer.
+    with replacement and shuffled again in each epoch. A fit uses a new optimizer. It starts from the members that
+    the previous fit kept.
 
     Args:
         hidden_sizes: Width of each hidden layer.

@@ -25,9 +25,9 @@ from torchrl_lightning.agents.model_based.ensembles import GaussianEnsemble, Wid
 from torchrl_lightning.dynamics import DynamicsTargets
 
 Terminated = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A function that maps observations, actions and next observations ``[R, D]``, in the columns of
-:class:`DynamicsTargets`, to termination flags, ``[R]`` or ``[R, 1]`` bool. Observations are float64 if any real
-observation is float64 or an integer."""
+"""A function of observations, actions and next observations ``[R, D]`` that returns termination flags, ``[R]`` or
+``[R, 1]`` bool. :class:`DynamicsTargets` defines the columns. Observations are float64 if any real observation is
+float64 or an integer."""
 check_propagation = choices("step", "trajectory")
 Propagation = Annotated[str, check_propagation]
 
@@ -85,7 +85,7 @@ class WorldModelSettings(Settings):
         sample: Whether the world model samples from a member's Gaussian instead of taking its mean.
         terminated: A function that maps observations, actions and next observations to termination flags, for example
             :class:`~torchrl_lightning.OutsideBox`. A warning is logged if it disagrees with the stored transitions. If
-            None, the ensemble learns terminations from its data. If the data contain none, no row terminates.
+            None, the ensemble learns terminations from its data. Without terminations in the data, no row terminates.
         learning_rate: Learning rate of Adam.
         weight_decay: Factor of the squared weights in the loss.
         patience: Number of epochs without improvement that ends a fit.
@@ -133,8 +133,8 @@ class WorldModel(nn.Module):
 
     Args:
         ensemble: The ensemble, which maps standardised inputs to standardised targets.
-        targets: Inputs and targets of the ensemble's training. The reward comes from the reward function of the
-            targets, if any, else from the last target.
+        targets: Inputs and targets of the ensemble's training. Their reward function, if any, computes the
+            reward. Otherwise the last target is the reward.
         terminated: The termination function. If None, a row terminates if its member predicts a termination with
             probability above one half at the predicted next observation. Without learnt terminations no row terminates.
         propagation: ``"step"`` or ``"trajectory"``.
@@ -186,8 +186,8 @@ class WorldModel(nn.Module):
 
         Args:
             ensemble: The ensemble that is being fitted.
-            errors: Its members' validation errors, ``[M]``.
-            best_errors: The members' smallest errors so far ``[M]``; improved errors are written in place.
+            errors: Validation errors of the ensemble's members, ``[M]``.
+            best_errors: The members' smallest errors so far ``[M]``; this method overwrites the improved errors.
             min_improvement: Minimum relative decrease of a member's error that counts as an improvement.
 
         Returns:
@@ -208,7 +208,7 @@ class WorldModel(nn.Module):
         if weight_versions == self._weight_versions:
             return
         ensemble, self._weight_versions = self.ensemble, weight_versions
-        # Plain attributes, because looking up a submodule takes as long as a small operation.
+        # Use plain attributes, because looking up a submodule takes as long as a small operation.
         self._num_elites, self._activation = len(self.elites), ensemble.activation.forward
 
         def select_elites(values: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ class WorldModel(nn.Module):
             scale_inputs(self._termination_layers)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._weight_versions = ()  # prepare() would not detect moved weights, which are the same objects
+        self._weight_versions = ()  # moved weights are the same objects, so prepare() would not detect them
         return super()._apply(fn, recurse)
 
     def assign_members(self, rows: int) -> Tensor:
@@ -299,7 +299,7 @@ class WorldModel(nn.Module):
         if self.targets.reward is not None or self.terminated is not None:
             columns = torch.cat((columns, actions), -1)
         # The state is the observation minus its mean, followed by a column with the sum of rewards. Rows are ordered by
-        # elite, so that one shuffle assigns them again. Moving each row to its elite and back would take longer.
+        # elite, so that one shuffle assigns new elites. Moving each row to its elite and back would take longer.
         mean = self._input_mean[: self.observations]
         state = F.pad((observation - mean).to(self._dtype), (0, 1))
         mean, elites, rows = mean.to(observation.dtype), self._num_elites, len(observation)

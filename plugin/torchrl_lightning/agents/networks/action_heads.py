@@ -54,7 +54,7 @@ class ActionHead(nn.Module):
         """Return the distribution's parameters."""
         parameters = self.layers(features if self.hidden is None else self.hidden(features))
         parameters = parameters if isinstance(parameters, tuple) else (parameters,)
-        if parameters[0].dtype in HALF:  # autocast returns half precision, too coarse for log-probabilities
+        if parameters[0].dtype in HALF:  # autocast returns half precision, which is too coarse for log-probabilities
             return tuple(map(to_single, parameters))
         return parameters
 
@@ -263,7 +263,7 @@ def action_bounds(spec: TensorSpec) -> tuple[Tensor, Tensor]:
 
 def check_action_bounds(low: Tensor, high: Tensor) -> None:
     """Validate that each action component has several values; raise ValueError if heads cannot scale to its range."""
-    narrow = ~(high - low >= MIN_WIDTH)  # also true for a difference of NaN, if both bounds are the same infinity
+    narrow = ~(high - low >= MIN_WIDTH)  # also true for NaN, the difference of two equal infinite bounds
     if narrow.any():
         component = int(narrow.nonzero()[0])
         raise ValueError(

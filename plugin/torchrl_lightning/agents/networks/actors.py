@@ -210,7 +210,7 @@ class Critic(ValueOperator):
         self.is_shared = shared
         if not shared:
             self.owned_trunks = nn.ModuleList(trunks)
-        # Use a plain list, so that evaluation mode reaches a borrowed trunk, which only the actor may register.
+        # Only the actor may register a borrowed trunk. This plain list lets evaluation mode reach the trunk.
         self.trunks = list(trunks)
         self.borrowed = self.trunks if shared else []
 

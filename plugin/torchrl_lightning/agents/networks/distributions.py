@@ -58,7 +58,7 @@ class MultiCategorical(D.Distribution):
         """The most likely actions ``[*B, K]``."""
         return torch.stack([part.argmax(-1) for part in self.parts], -1)
 
-    deterministic_sample = mode  # TorchRL's name under deterministic exploration
+    deterministic_sample = mode  # TorchRL reads this name under deterministic exploration
 
 
 def clipped_normal_log_prob(
@@ -66,9 +66,9 @@ def clipped_normal_log_prob(
 ) -> Tensor:
     r"""Return the log-probability ``[*B]`` of a Normal's samples ``[*B, A]`` that were clipped to a box.
 
-    A component inside the box has the Normal's density. A component on a bound has the mass of the whole tail:
-    \(\log p(a_i) = \log\Phi((l_i - \mu_i)/\sigma_i)\) at ``low``, and the upper tail at ``high``. Bounds may be
-    infinite. Mean and deviation refer to the Normal before clipping.
+    A component inside the box has the Normal's density. A component on a bound has the mass of the whole tail.
+    At ``low`` this means \(\log p(a_i) = \log\Phi((l_i - \mu_i)/\sigma_i)\), and at ``high`` it is the upper tail.
+    Bounds may be infinite. Mean and deviation refer to the Normal before clipping.
     """
     z = (value - loc) / scale
     inside = torch.addcmul((log_scale + _HALF_LOG_2PI).neg(), z, z, value=-0.5)
@@ -130,4 +130,4 @@ class ClippedNormal(D.Distribution):
         return self.loc.clamp(self.low, self.high)
 
     mean = mode  # not the mean of the clipped samples
-    deterministic_sample = mode  # TorchRL's name under deterministic exploration
+    deterministic_sample = mode  # TorchRL reads this name under deterministic exploration

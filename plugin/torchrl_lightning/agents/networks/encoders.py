@@ -79,7 +79,7 @@ class MLP(nn.Sequential):
 
 
 def check_layer_widths(value: Any, name: str) -> None:
-    """Validate the widths of layers; raise an error with the setting's name if one is invalid."""
+    """Validate the widths of layers; raise an error with the setting's name if a width is invalid."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise TypeError(f"{name} must list the width of each layer, such as [64, 64], got {value!r}.")
     for width in value:
@@ -337,7 +337,7 @@ class BatchRenormNetwork(Network, ConfigSafe):
         hidden_sizes: Width of each hidden layer.
         activation: Name of the activation: elu, gelu, leaky_relu, relu, silu or tanh.
         momentum: Weight of a batch in the running moments.
-        warmup_steps: Number of batches before training uses the running moments.
+        warmup_steps: Number of batches after which training uses the running moments.
         shared: Whether actor and critic share the hidden layers.
 
     Examples:
@@ -432,8 +432,8 @@ class CNNNetwork(Network, ConfigSafe):
 class RecurrentNetwork(Network, ConfigSafe):
     """A GRU or an LSTM over another network's features; actor and critic always share it.
 
-    With one memory for both, the critic needs only the recorded observation and ``recurrent_state`` of a row. It does
-    not keep a separate recurrent state.
+    Because of the shared memory, the critic needs only the recorded observation and ``recurrent_state`` of a row. The
+    critic does not keep a separate recurrent state.
 
     Args:
         cell: ``"gru"`` or ``"lstm"``.

@@ -105,7 +105,7 @@ class EpsilonGreedyPolicy(ExploringPolicy):
     r"""Take a random action with probability \(\epsilon\), otherwise the greedy action (Mnih et al., 2015).
 
     ``amount`` is \(\epsilon\). Worker \(i\) of \(N\) uses the probability \(\epsilon^{1 + i \alpha / (N - 1)}\), where
-    \(\alpha\) is the ``spread`` (Horgan et al., 2018). An action mask restricts both actions.
+    \(\alpha\) is the ``spread`` (Horgan et al., 2018). An action mask restricts both the random and the greedy action.
 
     Args:
         network: A TensorDict module with ``trunk``, ``head``, and ``values`` of all actions.
@@ -158,7 +158,7 @@ class StochasticPolicy(ExploringPolicy):
 
 
 class NoisyPolicy(ExploringPolicy):
-    """A deterministic action plus Gaussian noise with deviation ``amount``, in units of half the action range."""
+    """Add Gaussian noise with deviation ``amount``, in units of half the action range, to a deterministic action."""
 
     def act(self, entries: list[Tensor], explore: bool) -> Tensor:
         """Return actions ``[*B, A]`` within the bounds."""

@@ -39,8 +39,8 @@ class Network(Protocol):
     def action_encoder(self, specs: Sequence[Any], action: Any) -> nn.Module:
         """Build a module that maps observation entries and an action (in units of half its range) to features.
 
-        This method is optional, for critics that read both in their first layer. A class that overrides only
-        ``encoder`` does not have it.
+        This method is optional. With it, critics read observation and action in their first layer. A class that
+        overrides only ``encoder`` does not have the method.
         """
         raise TypeError(f"{type(self).__name__} has no action_encoder; it must be defined beside encoder.")
 
@@ -71,7 +71,7 @@ def has_action_encoder(network: Network) -> bool:
 
 
 def network_check(default_factory: Callable[[], Network]) -> Check:
-    """Return a check of a network for an annotation; ``default_factory`` builds the default network for None."""
+    """Return a check for settings that are networks; it replaces None by the result of ``default_factory``."""
 
     def check_network(value: Any, name: str) -> Network:
         if value is None:

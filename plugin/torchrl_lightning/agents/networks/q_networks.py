@@ -152,8 +152,8 @@ def build_distributional_q_network(
 class ActionValue(ActionScaling):
     """Compute Q(s, a) from observation entries and an action, which is scaled to units of its range.
 
-    A network with ``action_encoder`` reads both in its first layer. For other networks, layers of ``head_sizes`` (by
-    default one layer as wide as the features) read the features concatenated with the action.
+    A network with ``action_encoder`` reads both in its first layer. Other networks encode only the observation. Layers
+    of ``head_sizes`` (by default one layer as wide as the features) then read the features and the action.
     """
 
     def __init__(self, specs: Any, network: Network, outputs: int = 1) -> None:
@@ -216,7 +216,7 @@ class CriticEnsemble(ActionScaling):
         self.set_scaling(first.center, first.half_range)
         for layers in zip(*(_layers_in_order(critic) for critic in critics), strict=True):
             if isinstance(layers[0], nn.Linear):
-                # Matrix products and gradients need no copies in the layout [N, in, out].
+                # In the layout [N, in, out], matrix products and gradients need no copies.
                 self.weights.append(nn.Parameter(torch.stack([layer.weight.detach().mT for layer in layers])))
                 self.biases.append(nn.Parameter(torch.stack([layer.bias.detach() for layer in layers]).unsqueeze(1)))
                 self._layers.append((self.weights[-1], self.biases[-1]))

@@ -118,7 +118,7 @@ class SquashedHead(ActionHead, ActionScaling):
     def sample(self, parameters: Parameters, deterministic: bool) -> tuple[Tensor, Tensor]:
         """Return actions ``[*B, A]`` and log-probabilities ``[*B]``.
 
-        The log-probabilities are computed from the actions, as for stored actions, and not from the samples before the
+        As for stored actions, the log-probabilities are computed from the actions and not from the samples before the
         tanh.
         """
         if deterministic:
