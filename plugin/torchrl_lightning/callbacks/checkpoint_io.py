@@ -71,7 +71,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def read_within_limits(source: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
-    """Read a checkpoint like Lightning; a local or open file of only plain values and tensors has size limits."""
+    """Read a checkpoint like Lightning, within the limits that :class:`AtomicCheckpointIO` describes."""
     is_path = isinstance(source, str | Path)
     is_local = not is_path or isinstance(get_filesystem(source), LocalFileSystem)
     if weights_only is False or not is_local or _has_registered_classes():

@@ -98,7 +98,7 @@ def _has_known_callbacks(trainer: Any) -> bool:
 
 
 def _is_ours(part: Any) -> bool:
-    """Return True if this package defines the object, or the class or function of a partial, or if it is None."""
+    """Return True for None, and if this package defines the object, or the class or function of a partial."""
     part = part.func if isinstance(part, partial) else part
     owner = part if inspect.isclass(part) or inspect.isroutine(part) else type(part)
     return part is None or owner.__module__.partition(".")[0] == _PACKAGE

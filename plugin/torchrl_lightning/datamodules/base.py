@@ -89,15 +89,15 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
             on a cluster, ``num_envs`` counts the environments of all ranks.
         frames_per_batch: frames of a rollout on each rank, a multiple of the number of environments. If the collector
             has workers, this is the size of one worker's rollout.
-        total_frames: training stops after this number of frames of all ranks (also as ``1e5``); -1 for no limit. The
-            last rollout may exceed it. This number of replayed steps without a new frame also stops training.
+        total_frames: training stops after this number of frames of all ranks (also as ``1e5``), or after this number of
+            replayed steps without a new frame; -1 for no limit. The last rollout may exceed the number.
         collector: a callable that takes the policy and returns any TorchRL collector; by default a
-            :class:`~torchrl_lightning.GymnasiumCollector` over ``env``, or TorchRL's own for a TorchRL environment. Its
-            parameters ``seed`` and ``reset_at_each_batch``, if any, receive the rank's seed and the argument below;
-            several ranks require ``seed``. If ``frames_per_batch`` is not bound yet, the callable also receives the
-            environment and the sizes. Workers then divide ``num_envs``, and ranks divide ``num_collectors``.
-        reset_at_each_batch: begin each rollout with a seeded reset; rollouts then need several steps. Resets cut
-            episodes, but make a resumed run equal to an uninterrupted run bit for bit, without stored environments.
+            :class:`~torchrl_lightning.GymnasiumCollector` over ``env``, or TorchRL's own for a TorchRL environment. If
+            the callable has parameters ``seed`` and ``reset_at_each_batch``, they receive the rank's seed and the
+            argument below. Several ranks require ``seed``. If ``frames_per_batch`` is not bound yet, the callable also
+            receives environment and sizes. Workers then share ``num_envs``, and ranks share ``num_collectors``.
+        reset_at_each_batch: begin each rollout with a seeded reset, which cuts episodes; rollouts need several steps.
+            A resumed run then equals an uninterrupted run bit for bit, although checkpoints store no environments.
         eval_env: the environment of evaluation episodes, in a form that ``env`` accepts; by default a new ``env``. It
             must be the same environment as in collection. Different wrappers only log a warning.
         eval_episodes: number of complete episodes in an evaluation.
@@ -110,7 +110,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         normalize_clip: largest absolute value of a normalised entry.
         normalize_epsilon: added to the variances. Use 1e-4 if hindsight replaces nearly constant goals.
         freeze_statistics: keep the moments that :meth:`load_normalization` loads, and never update them.
-        seed: seed of the run, from which each rank's parts get their seeds. None draws it from torch's generator.
+        seed: seed of the run, from which each rank's parts get their seeds. None draws a seed from torch's generator.
 
     Raises:
         ValueError: A size is not positive, or ``frames_per_batch`` does not fit ``num_envs`` and the resets.
@@ -313,7 +313,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
             return
         self.check_state(state)
         for load, statistics in self._statistics_loaders(state):
-            copy.deepcopy(load)(statistics)  # a copy raises errors before anything changes
+            copy.deepcopy(load)(statistics)  # errors occur in the copy, before anything changes
         if evaluates:
             self._clock = FrameClock(self.total_frames, self.state_frames(state))
         else:
@@ -358,11 +358,11 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         return int(state["ranks"][0]["frames"])
 
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
-        """Return the settings that must be equal in a checkpoint and a run; None is the trainer's learner."""
+        """Return the settings that must be equal in a checkpoint and a run; None uses the trainer's learner."""
         return run_fingerprint(self)
 
     def _get_or_build_buffer(self, learner: Any = None, *, trial: bool = True) -> Any:
-        """Return the buffer, or build one; with ``trial``, it is temporary, because ranks may be forked later."""
+        """Return the buffer, or build one. With ``trial``, a built buffer is temporary: ranks may be forked later."""
         if self.buffer is not None:
             return self.buffer
         return build_buffer(self.make_buffer, learner or self._learner, trial=trial, **self._buffer_sizes)
@@ -380,11 +380,11 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         return {}
 
     def _load_parts(self, rank_state: dict[str, Any]) -> None:
-        """Restore the states of buffer and source; a failed load changes nothing in its part."""
+        """Restore the states of buffer and source; a part that cannot be restored stays unchanged."""
 
     def _post_load(self, rank_state: dict[str, Any]) -> None:
         """Update dependent attributes after a rank's state was loaded."""
-        if not self.reset_at_each_batch:  # the environments are reset, so their unfinished episodes are lost
+        if not self.reset_at_each_batch:  # the new environments begin new episodes
             self._episodes.forget_unfinished()
             self._normalization.forget_unfinished()
 

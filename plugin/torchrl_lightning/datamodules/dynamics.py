@@ -55,8 +55,9 @@ class DynamicsDataModule(ExperienceDataModule):
 
     The module may have ``check_transitions``, ``begin_fit`` and ``fit_is_over`` in addition to ``policy``; see
     :class:`torchrl_lightning._core.protocols.LearnerApi`. Frames are collected when Lightning requests the loader of an
-    epoch, because the number of batches grows. Therefore ``setup`` sets ``reload_dataloaders_every_n_epochs`` of the
-    trainer. It also disables the sanity check, because no rows are held out before the first fit.
+    epoch, because new frames increase the loader's number of batches. Therefore ``setup`` sets
+    ``reload_dataloaders_every_n_epochs`` of the trainer. ``setup`` also disables the sanity check, because no rows are
+    held out before the first fit.
 
     Args:
         buffer: a callable that takes ``num_envs`` and returns the buffer, e.g. a partial of
@@ -71,10 +72,10 @@ class DynamicsDataModule(ExperienceDataModule):
         validation_fraction: share of the rows that is held out. A row stays on its side of the split for the whole run.
         max_validation: largest number of held-out rows.
         observation_keys: the observations to learn, in the order of their columns; all of them if None.
-        reward: an analytic reward (see :class:`~torchrl_lightning.DynamicsTargets`), which replaces a learned one.
-        terminated: also serve ``terminated``. A :class:`~torchrl_lightning.DynamicsEnsemble` without a function
-            ``terminated`` learns from it when episodes terminate.
-        frames_per_batch: frames of a rollout; ``frames_per_fit`` if None, rounded up to whole steps.
+        reward: an analytic reward (see :class:`~torchrl_lightning.DynamicsTargets`), which replaces the learned reward.
+        terminated: whether batches contain ``terminated``. A :class:`~torchrl_lightning.DynamicsEnsemble` without a
+            function ``terminated`` learns from this entry when episodes terminate.
+        frames_per_batch: frames of a rollout. None uses ``frames_per_fit``, rounded up to whole steps.
 
     The other arguments are documented in :class:`ExperienceDataModule`.
 
@@ -166,7 +167,7 @@ class DynamicsDataModule(ExperienceDataModule):
         return max(1, -(-len(self._training) // self.batch_size))
 
     def metrics(self) -> dict[str, float]:
-        """Add the numbers of fits, stored rows and held-out rows; returns are from the last collection only."""
+        """Add the numbers of fits, stored rows and held-out rows; returns cover the last collection."""
         size = {} if self.buffer is None else {"replay/size": float(len(self.buffer))}
         return {**super().metrics(), **size, "holdout/size": float(len(self._validation)), "fits": float(self.fits)}
 
@@ -371,7 +372,7 @@ class DynamicsDataModule(ExperienceDataModule):
     def _epoch(self) -> Iterator[TensorDictBase]:
         self._stream.restore_rng()
         count, size, columns = len(self._training), self.batch_size, self._training
-        # The seed depends on the numbers of fit and epoch only, so that a resumed run has the same order.
+        # The seed depends only on the numbers of the fit and its epoch, so that a resumed run draws the same order.
         seed = spawn_seed(self._order_seed, "order", self.fits, self.epochs_of_fit)
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
         bootstrap = torch.stack([member.index_select(0, order) for member in self._bootstrap]).to(columns.device)

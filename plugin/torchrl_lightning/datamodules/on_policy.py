@@ -57,7 +57,7 @@ class OnPolicyDataModule(UpdatesDataModule):
     The other arguments are documented in :class:`UpdatesDataModule`.
 
     Raises:
-        ValueError: The mini-batches do not fit the rollout. Before collection: the rollout exceeds the memory.
+        ValueError: The mini-batches do not fit the rollout. Or, before collection, a rollout does not fit into memory.
 
     Examples:
         >>> data = OnPolicyDataModule("CartPole-v1", num_envs=4, frames_per_batch=64, mini_batch_size=32, num_epochs=2)
@@ -128,7 +128,7 @@ class OnPolicyDataModule(UpdatesDataModule):
 
     @property
     def advantages_standardized_by(self) -> str | None:
-        """Class name of a buffer that standardises advantages per rollout, so that the learner does not; or None."""
+        """Class name of a buffer that standardises advantages per rollout instead of the learner; else None."""
         buffer = self._get_or_build_buffer(trial=False)
         return type(buffer).__name__ if buffer.estimator.standardize else None
 
@@ -170,7 +170,7 @@ class OnPolicyDataModule(UpdatesDataModule):
             self._stream.restore_rng()
         else:
             position = None
-            # A run that max_steps ended restarts after its last batch, and a module may end an epoch early.
+            # If max_steps ended the run, it resumes after its last batch. A module may also end an epoch early.
             if update >= end or self.stop_if_finished() or not self._collect_rollout(learner, buffer, *networks):
                 return
         batches = self._passes(buffer, networks, position, update)
@@ -261,7 +261,7 @@ class OnPolicyDataModule(UpdatesDataModule):
             raise ValueError(f"mini_batch_size must be at most frames_per_batch={frames}, got {size}. Lower it.")
         if number is None:
             number = DEFAULT_MINI_BATCHES if size is None else -(-frames // size)
-            # If only the size is given, batches are as even as possible: the last one would otherwise be tiny.
+            # If only the size is given, batches are as even as possible. Otherwise the last batch could be tiny.
             size = None
         if number * (size or 1) > frames:
             raise ValueError(
@@ -285,7 +285,7 @@ class OnPolicyDataModule(UpdatesDataModule):
         return {**options, "replay": replay}
 
     def _build_default_collector(self, policy: Any) -> tuple[CollectorApi, Iterator[TensorDictBase]]:
-        # Only our own collector reuses the values: a user's collector may act with older weights.
+        # Only our own collector may reuse the policy's values: a user's collector may act with older weights.
         policy_with_values = self._learner_api().collection_policy if self.buffer.uses_policy_values else None
         return super()._build_default_collector(policy if policy_with_values is None else policy_with_values)
 

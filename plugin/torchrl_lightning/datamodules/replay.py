@@ -57,8 +57,8 @@ class ReplayDataModule(UpdatesDataModule):
     """Serve batches from a replay buffer and collect frames in a fixed ratio to updates.
 
     An epoch has ``updates_per_epoch`` updates. Before update ``u`` (counted from 0 over the whole run) each rank has
-    collected ``warmup_frames + u * frames_per_update`` frames, rounded up to a multiple of ``frames_per_batch``, also
-    after a resume. A batch is drawn when its update begins. Afterwards the buffer receives the priorities of the loss.
+    collected ``warmup_frames + u * frames_per_update`` frames, rounded up to a multiple of ``frames_per_batch``. A
+    resumed run keeps this ratio. A batch is drawn when its update begins; the priorities are updated afterwards.
 
     Args:
         buffer: a callable that takes ``num_envs``, optionally also ``gamma``, and returns the replay buffer of a rank.
@@ -68,7 +68,7 @@ class ReplayDataModule(UpdatesDataModule):
         dataset: demonstrations of ``env`` that fill the buffer before the first update: a directory, one of its files,
             ``"minari:ID"`` or a ``minari.MinariDataset``. By default such a run collects nothing: ``frames`` stays 0,
             ``num_envs`` is 1, and loggers count updates. If ``frames_per_update`` is set, collected steps follow the
-            data and overwrite them in a full buffer. The metadata define how episodes end, by default by termination.
+            data and overwrite them in a full buffer. The metadata define how episodes end (default: termination).
         dataset_share: the share of each batch that is drawn from the data (RLPD, Ball et al. 2023). The data then have
             their own buffer and are never overwritten. By default, data and collected steps share one buffer.
         batch_size: samples (or sequences) in a batch.
@@ -324,7 +324,7 @@ class ReplayDataModule(UpdatesDataModule):
         return self.updates * self._ratio.numerator > frames
 
     def _is_finished(self) -> bool:
-        """Return whether all frames are collected and all their updates are made."""
+        """Return whether all frames are collected and all updates are made."""
         return self._clock.is_exhausted and self._waits_for_frames()
 
     def _collect_frames(self, learner: LearnerApi) -> bool:

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 # Each pair has a limit for (number of parameters * batch size), and the number of updates per step up to this limit.
-# Lightning's overhead per step takes as long as an update of a small network, or a fifteenth of an update of two layers
-# of 256 units with 256 samples. The first pair covers both networks.
+# Lightning's overhead per step takes as long as an update of a small network. For two layers of 256 units and 256
+# samples, the overhead is a fifteenth of an update. The first pair covers both networks.
 TABLE = ((2**26, 16), (2**31, 4))
 HOOKS = (
     "on_train_batch_start",
@@ -206,7 +206,7 @@ class UpdatesDataModule(ExperienceDataModule):
         return super().train_dataloader()
 
     def _begin_epoch(self) -> tuple[int, int]:
-        """Return the number of this epoch's updates before the checkpoint, and the number of the whole epoch."""
+        """Return how many updates of this epoch the checkpoint contains, and how many the epoch has in total."""
         size = self._step_size.number
         update = batches_served(self.trainer) * size + self._updates_in_step
         return update, min(self._epoch_length() * size, self.resolved_updates_per_epoch)
@@ -231,7 +231,7 @@ class UpdatesDataModule(ExperienceDataModule):
             update = next_step
 
     def _begin_step(self) -> None:
-        """End the run if Ctrl-C was pressed; Ctrl-C may also end the run until the batch of the step is drawn."""
+        """End the run if Ctrl-C was pressed, and allow Ctrl-C to end it until the batch of the step is drawn."""
         if interrupts.pending or rank_stop.is_active:
             interrupts.check()
             rank_stop.check()

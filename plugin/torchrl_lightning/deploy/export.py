@@ -151,9 +151,9 @@ def export_policy(policy: LoadedPolicy, path: str | Path, *, format: Format = "t
         file as the extra file ``policy.json``, an ONNX file in its metadata.
 
     Raises:
-        ValueError: The policy cannot be traced, for example a planner, or the format does not support it. The message
-            is one line with the reason.
-        ImportError: The extra is missing.
+        ValueError: The policy cannot be traced (a planner cannot, for example), or the format does not support the
+            policy. The message is one line with the reason.
+        ImportError: The extra ``onnx`` is not installed.
 
     Examples:
         >>> export_policy(load_policy("logs/run"), "policy.pt2")["outputs"]  # doctest: +SKIP

@@ -50,15 +50,15 @@ def save_pretrained(run: str | Path, folder: str | Path, *, name: str | None = N
     The files are ``model.safetensors``, ``config.json`` and ``README.md`` with the score, the settings and the usage.
 
     Args:
-        run: A checkpoint; or a run's folder, from which the best checkpoint, or else the last one, is used.
-        folder: Output folder. Existing files with these names are replaced, all or none.
+        run: A checkpoint, or a run's folder. A folder's best checkpoint is used, or without one, the last.
+        folder: Output folder. Files with these names are replaced; after an error, all old files are unchanged.
         name: Title of the card; the folder's name by default.
         trusted: Whether the checkpoint may name classes of other packages, such as your own. Loading the policy then
             also needs ``trusted=True``.
 
     Raises:
-        ValueError: The checkpoint does not exist, lacks the config or the specs that the command writes, or names
-            classes of other packages and is not trusted. Or ``run`` is already a folder from this function.
+        ValueError: The checkpoint does not exist, or lacks the config or the specs that our training command writes. Or
+            it names classes of other packages and ``trusted`` is False. Or this function has written ``run``.
         TypeError: The module's arguments in the checkpoint are not all plain data.
 
     Examples:
@@ -142,8 +142,8 @@ def push_to_hub(run: str | Path, repo: str, *, private: bool | None = None, trus
         URL of the upload.
 
     Raises:
-        ValueError: The repository name is invalid, or for a reason of :func:`save_pretrained`.
-        ImportError: The extra is missing.
+        ValueError: The repository name is invalid, or :func:`save_pretrained` raises this error.
+        ImportError: The extra ``hub`` is not installed.
 
     Examples:
         >>> push_to_hub("logs/run", "me/ppo-cartpole")  # doctest: +SKIP
@@ -171,7 +171,7 @@ def from_pretrained(
     """Load a policy from :func:`save_pretrained` or :func:`push_to_hub`, to compute actions on the CPU.
 
     This function does not run code of the policy's author and does not read a pickle. The config may name the same
-    classes as in a checkpoint.
+    classes as a checkpoint's config.
 
     Args:
         source: A folder, or ``owner/name`` of a repository on the Hugging Face Hub (needs the extra ``hub``).
@@ -182,9 +182,9 @@ def from_pretrained(
         limit: Maximum size of the weights file in bytes; a larger file is not downloaded.
 
     Raises:
-        ValueError: The policy is missing, damaged, larger than ``limit`` or in another format, or for a reason of
-            :func:`load_policy`.
-        ImportError: The extra is missing.
+        ValueError: The policy is missing, damaged, larger than ``limit`` or in another format, or
+            :func:`load_policy` raises this error.
+        ImportError: The extra ``hub`` is not installed.
 
     Examples:
         >>> policy = from_pretrained("me/ppo-cartpole")  # doctest: +SKIP
@@ -195,7 +195,7 @@ def from_pretrained(
 
 
 def is_pretrained(source: str | Path) -> bool:
-    """Return whether the source is for :func:`read_pretrained`, and is neither a run nor a checkpoint."""
+    """Return whether :func:`read_pretrained` can read the source; False for a run or a checkpoint."""
     if not Path(source).exists():
         return _REPOSITORY.fullmatch(str(source)) is not None
     return (Path(source) / _CONFIG_FILE).is_file()

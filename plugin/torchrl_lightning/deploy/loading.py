@@ -178,7 +178,7 @@ def load_policy(
     LightningModule, built with the same arguments as for the training.
 
     Args:
-        path: The checkpoint; or a run's folder, from which the best checkpoint, or else the last one, is loaded.
+        path: The checkpoint, or a run's folder. A folder's best checkpoint is loaded, or without one, the last.
         module: The LightningModule to load, ours or your own. It needs a ``policy``, and its ``configure_model`` may
             read ``trainer.datamodule.specs``. None builds the module from the checkpoint's config.
         deterministic: True uses the mode of the action distribution, False a sample.
@@ -362,7 +362,7 @@ def without_training(node: dict[str, Any]) -> dict[str, Any]:
     remaining = {key: value for key, value in node.items() if not _TRAINING_ARGUMENT.fullmatch(str(key))}
     parameters = inspect.signature(target).parameters
     required = {key for key in node if key in parameters and parameters[key].default is inspect.Parameter.empty}
-    if "buffer" in required:  # a placeholder for a required argument, which is never called
+    if "buffer" in required:  # a required argument needs a placeholder, which is never called
         remaining["buffer"] = {"_target_": "torchrl_lightning.ExperienceBuffer", "_partial_": True}
     return remaining
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchrl_lightning._core.file_limits import BUILT_LEAST, BUILT_PER_BYTE, OPERATIONS_LEAST, OPERATIONS_PER_WEIGHT
 from torchrl_lightning._core.torchrl_compat import TorchDispatchMode, tree_leaves, tree_map
 
-# Prefixes of the actor's entries in a state dict: first in our agents, second in agents with TorchRL losses.
+# Prefixes of the actor's entries in a state dict: ``_ACTOR`` in our agents, the other in agents with TorchRL losses.
 _ACTOR = "actor_network."
 _ACTORS = (_ACTOR, "loss.actor_network_params.")
 _TARGET_NETWORKS = "targets"  # attribute with an agent's target networks
@@ -28,7 +28,7 @@ def check_weights(build_networks: Callable[[], nn.Module], stored: Mapping[str, 
             classes.
 
     Raises:
-        ValueError: The weights do not fit; the message names the first that differs.
+        ValueError: The weights do not fit; the message names the first difference.
     """
     weights = _stored_weights(stored)
     networks = _build_bounded(build_networks, own, weights)
@@ -51,7 +51,7 @@ def initial_weights(
         own: See :func:`check_weights`.
 
     Raises:
-        ValueError: The weights do not fit; the message names the first that differs.
+        ValueError: The weights do not fit; the message names the first difference.
     """
     weights = _stored_weights(stored)
     networks = _build_bounded(build_networks, own, weights)
@@ -66,7 +66,7 @@ def initial_weights(
         _check_same_shapes(weights, expected, "the networks differ")
         check_finite(networks, weights)
         return dict(weights), []
-    # Buffers depend on the environment, and TorchRL's losses save them.
+    # TorchRL's losses save buffers, although buffers depend on the environment.
     buffer_names = {name for name, _ in networks.named_buffers()}
     actor = {_ACTOR + name.removeprefix(root): weight for name, weight in weights.items() if name.startswith(root)}
     actor = {name: weight for name, weight in actor.items() if name in expected or name not in buffer_names}
@@ -131,7 +131,7 @@ class bounded_tensors(TorchDispatchMode):  # used as a context, like torch.no_gr
         self.operations_left = OPERATIONS_PER_WEIGHT * len(tensors) + OPERATIONS_LEAST
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count an operation and the bytes of its new tensors, which a run on the meta device returns."""
+        """Count an operation and the bytes of its new tensors before the operation runs."""
         kwargs = kwargs or {}
         self.operations_left -= 1
         if self.operations_left < 0:

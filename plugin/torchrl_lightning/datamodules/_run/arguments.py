@@ -149,7 +149,7 @@ def check_frozen(data: Any) -> None:
 
 
 def check_frames(frames_per_batch: int, num_envs: int, reset_at_each_batch: bool) -> None:
-    """Validate that a rollout has whole steps, and several with ``reset_at_each_batch``; raise ValueError if not."""
+    """Raise a ValueError if a rollout has partial steps, or if it has one step and ``reset_at_each_batch`` is True."""
     if frames_per_batch % num_envs:
         raise ValueError(
             f"frames_per_batch must be a multiple of num_envs={num_envs}, got {frames_per_batch}. "

@@ -18,7 +18,7 @@ from torchrl_lightning.environments.backends.torchrl_batch import as_batch_vecto
 def build_default_collector(env: Any, policy: Any, num_envs: int, **options: Any) -> Any:
     """Build our collector for a Gymnasium or TorchRL environment."""
     if isinstance(env, EnvBase):
-        # With a reset at each batch, TorchRLCollector checks that the environment's seed determines its beginning.
+        # With a reset at each batch, TorchRLCollector checks that the seed determines the first state of an episode.
         vector_env = None if options["reset_at_each_batch"] else as_batch_vector_env(env)
         if vector_env is None:
             return TorchRLCollector(env, policy, **options)  # a TorchRL environment has its own number of environments
@@ -103,7 +103,7 @@ def collector_options(
 
 
 def envs_per_worker(make_collector: Callable[..., Any] | None, num_envs: int) -> int:
-    """Return the number of environments per worker, or ``num_envs`` without workers or for a factory without sizes.
+    """Return the number of environments per worker; ``num_envs`` if the factory lacks workers or size arguments.
 
     Examples:
         >>> from torchrl_lightning import AsynchronousCollector

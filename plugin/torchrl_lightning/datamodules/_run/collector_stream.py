@@ -41,15 +41,15 @@ class RolloutPart(NamedTuple):
 class CollectorStream:
     """Build the collector at the first rollout, draw its rollouts, and hold a restored state until the build.
 
-    At the first rollout, the weights are restored and on their device. The first draw also sets torch's generator to
-    the state in the checkpoint, so that building the parts of a resumed run does not change this state.
+    When the collector is built, the weights are already restored and on their device. The first draw also sets torch's
+    generator to the state in the checkpoint, so that building the parts of a resumed run does not change this state.
 
     Args:
-        *accumulators: Objects with sums over episodes. The sums are reset if the collector loses environments.
+        *accumulators: Objects with sums over episodes; the sums of environments that the collector loses are reset.
 
     Attributes:
         collector: The collector, or None before it is built; ``api`` describes its abilities.
-        trajectories: Finds trajectories that a user's collector cuts; None if flags mark all beginnings.
+        trajectories: Finds trajectories that a user's collector cuts; None if flags mark the start of each trajectory.
     """
 
     def __init__(self, *accumulators: EpisodeAccumulator) -> None:
@@ -66,7 +66,7 @@ class CollectorStream:
             None  # the collector's state if the collector is closed or not built
         )
         self._unaccepted: tuple[dict[str, Any] | None, Tensor] | None = (
-            None  # states before a rollout that is not accepted
+            None  # states before a rollout that is not accepted yet
         )
 
     def open(
@@ -165,7 +165,7 @@ class CollectorStream:
         self._unaccepted = None
 
     def _with_newest_weights(self, rollouts: Iterator[TensorDictBase], policy: Any) -> Iterator[TensorDictBase]:
-        """Draw rollouts with the newest weights, in evaluation mode; copies in other processes keep their mode."""
+        """Draw rollouts with the newest weights, in evaluation mode; policies in other processes keep their mode."""
         mode, take_weights = EvaluationMode(policy), self.api.update_policy_weights_
         while True:
             if take_weights is not None:
@@ -196,7 +196,7 @@ class CollectorStream:
                 collector.shutdown()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return a state without the collector, which cannot be copied; a copy builds its own from this state."""
+        """Return a state without the collector, which cannot be copied; a copied stream builds its own."""
         if self.collector is None:
             return dict(vars(self))
         initial = vars(type(self)(*self._accumulators))

@@ -43,7 +43,7 @@ def build_buffer(make: Callable[..., B], learner: Any, *, trial: bool = False, *
     """Call a buffer factory with sizes and, if it accepts them, the learner's discounts.
 
     Args:
-        make: the factory. Arguments that a partial or LightningCLI binds are the buffer's own.
+        make: the factory. Arguments that a partial or LightningCLI binds are settings of the buffer.
         learner: the LightningModule, or None. Without a learner's discount, the factory's discount is used.
         trial: build a temporary buffer from a copy of the factory, because a storage or sampler that a partial binds
             serves only one buffer.

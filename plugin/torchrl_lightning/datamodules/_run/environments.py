@@ -94,7 +94,7 @@ class RunEnvironments:
             self._clips = collector.clip_actions
 
     def restore_clipping(self, state: Mapping[str, Any], *, evaluates: bool) -> None:
-        """Clip actions like the run of a checkpoint, for an evaluation or until a collector is built.
+        """Clip actions like the checkpoint's run, for an evaluation or until a collector is built.
 
         Args:
             state: The specs of the checkpoint.

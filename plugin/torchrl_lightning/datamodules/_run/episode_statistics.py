@@ -84,7 +84,7 @@ class FinishedEpisodes(Stateful):
             self._flush()
 
     def summary(self) -> dict[str, float]:
-        """Compute mean return, mean length and number of ended episodes, and clear these; empty without episodes."""
+        """Return mean return, mean length and number of ended episodes, and forget them; empty without episodes."""
         self._flush()
         finished, self._finished = self._finished, []
         if not sum(len(returns) for returns, _ in finished):
@@ -139,7 +139,7 @@ class FinishedEpisodes(Stateful):
         self._returns[ids], self._lengths[ids] = returns_before, lengths_before
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
-        """Return the episodes for the next summary, without unfinished episodes, which cannot continue after a load."""
+        """Return the finished episodes for the next summary; unfinished episodes cannot continue after a load."""
         self._flush()
         return super().state_dict(copy=copy)
 

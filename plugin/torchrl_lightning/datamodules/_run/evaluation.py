@@ -62,8 +62,8 @@ class EnvironmentView:
 
     Attributes:
         specs: Specs of observation and action.
-        wrappers: Class names of one Gymnasium environment and its wrappers, innermost first; None for other or
-            inaccessible environments.
+        wrappers: Class names of one Gymnasium environment and its wrappers, innermost first; None if this
+            is not a Gymnasium environment, or cannot be inspected.
         arguments: Arguments of each wrapper as plain values; None if Gymnasium did not record them.
         transforms: Class names of TorchRL transforms that may change observation, reward or end; None for other
             environments.
@@ -225,7 +225,7 @@ def _rounded_bound(bound: torch.Tensor) -> Any:
 
 
 def _format_value(value: Any) -> str:
-    # Shorten the bounds of an image.
+    # Abbreviate long lists, such as the bounds of an image.
     return reprlib.repr(value) if isinstance(value, list) else str(value)
 
 
@@ -253,7 +253,7 @@ def _wrapper_difference(collection: EnvironmentView, evaluation: EnvironmentView
 
 
 def _without_reward_clipping(collection: EnvironmentView, evaluation: EnvironmentView) -> EnvironmentView:
-    """Return the view of collection without the clipping of rewards if evaluation does not clip."""
+    """Return the view of collection; leave out the clipping of rewards if evaluation does not clip."""
     clip = wrappers.ClipReward.__name__
     if collection.wrappers is None or collection.arguments is None or clip in (evaluation.wrappers or ()):
         return collection

@@ -185,7 +185,7 @@ class LoadersDataModule(L.LightningDataModule):
         return batch if is_on_device(batch, device) else super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def _transfer(self, batch: Any) -> Any:
-        """Transfer one batch of a step with several updates, with all of Lightning's transfer hooks."""
+        """Transfer a batch with all of Lightning's transfer hooks, for a step with several updates."""
         batch = self.on_before_batch_transfer(batch, 0)
         if self.trainer is not None:
             batch = self.transfer_batch_to_device(batch, self.trainer.strategy.root_device, 0)

@@ -186,7 +186,7 @@ class Normalization(Stateful):
                 self.forget_unfinished()
 
     def advance_if_due(self) -> None:
-        """Advance the statistics if they are empty, or if new rows reach 256 and 1 % of the number of earlier rows."""
+        """Advance the statistics if they are empty, or if 256 rows and 1 % of the number of earlier rows are new."""
         is_due = (
             self._pending_frames >= _CHUNK and self._pending_frames * 100 >= self._total_frames
         ) or not self._total_frames

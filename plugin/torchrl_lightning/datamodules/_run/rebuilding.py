@@ -74,7 +74,7 @@ class RebuildableDataModule(PickleByValueMixin):
             for name, value in arguments.items()
             if name not in hparams and (name not in parameters or value is not parameters[name].default)
         ]
-        # Pass the outermost frame, because Lightning would collect the arguments of a constructor's frame.
+        # Pass the outermost frame: from a constructor's frame, Lightning would also collect the arguments.
         *_, frame = _outer_frames()
         cast(L.LightningDataModule, self).save_hyperparameters(hparams, logger=False, frame=frame)
 
@@ -156,7 +156,7 @@ class RebuildableDataModule(PickleByValueMixin):
         data = cast(Any, self)
         run_state = data._run_state.validate_state(rank_state)
         for load, statistics in data._statistics_loaders(state):
-            copy.deepcopy(load)(statistics)  # a copy raises errors before anything changes
+            copy.deepcopy(load)(statistics)  # errors occur in the copy, before anything changes
         data.load_statistics(state)
         data._run_state.apply_state(run_state)
         data._environments.restore_clipping(state.get("specs", {}), evaluates=False)

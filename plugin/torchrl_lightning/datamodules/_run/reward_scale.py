@@ -60,7 +60,7 @@ class RewardScale(Stateful):
 
     def __init__(self, clip: float, epsilon: float = EPSILON) -> None:
         self.clip, self.epsilon = clip, epsilon
-        self._gamma = 0.99  # replaced with the first rewards
+        self._gamma = 0.99  # replaced when the first rewards are recorded
         self.moments = Moments.empty()
         """The moments of the sums."""
         # The subtracted value (always zero), and the reciprocal of the standard deviation.
@@ -99,7 +99,7 @@ class RewardScale(Stateful):
         return earlier if self._steps < _CHUNK else _merge(earlier, self.pop_moments())
 
     def pop_moments(self) -> Moments | None:
-        """Return the moments of the sums of recorded rewards, and clear the rewards; None without recorded rewards.
+        """Return the moments of the sums, and clear the recorded rewards; None if no rewards are recorded.
 
         Raises:
             ValueError: A reward is not finite.

@@ -23,7 +23,7 @@ def has_recurrent_states(policy: Any, keys: Sequence[NestedKey]) -> bool:
 
 
 def passes_batches_unchanged(data: Any, learner: Any) -> bool:
-    """Return whether batches reach the loss unchanged, because no hook of the user may reshape them."""
+    """Return whether batches reach the loss unchanged, without a user's hook that may reshape them."""
     hooks = [getattr(part, name, None) for part in (data, learner) for name in HOOKS]
     packages = (str(hook.__module__).partition(".")[0] for hook in hooks if hook is not None)
     return all(package in ("torchrl_lightning", "lightning", "pytorch_lightning") for package in packages)

@@ -1,6 +1,6 @@
 """Write collected steps into a replay buffer.
 
-:class:`PreparedWrite` writes rows that always have the same memory. It checks only once that they fit the buffer.
+:class:`PreparedWrite` writes rows that always have the same memory. It checks once whether the rows fit the buffer.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Steps:
         rollout: ``[N, T]``.
         num_envs: number of environments in the buffer.
         excluded: entries that are not stored.
-        trajectories: finds trajectories that the collector cuts; None if flags mark all beginnings.
+        trajectories: finds trajectories that the collector cuts; None if flags mark the start of each trajectory.
 
     Attributes:
         ids: Environment of each row; None for all environments in order.
@@ -149,7 +149,7 @@ class Steps:
 
 
 def _write(buffer: Any, rows: TensorDictBase, env_ids: Tensor | None) -> Tensor:
-    """Write rows; return the environments (if known) with a new episode at the first row."""
+    """Write rows; return the environments with a new episode at the first row; empty if this is unknown."""
     writer = buffer.writer if isinstance(buffer, ExperienceBuffer) else None
     if writer is None or writer.index is None:
         buffer.extend(rows, env_ids=env_ids)

@@ -67,7 +67,7 @@ class DataHooks(SparseCallback):
         return trainer.datamodule is self.data
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Delay Ctrl-C until the end of a step; after any stop signal, several ranks stop at the same step."""
+        """Delay Ctrl-C until the end of a step, and let all ranks stop at the same step after a stop signal."""
         if not self.is_active_in(trainer):
             return
         if trainer.world_size == 1:

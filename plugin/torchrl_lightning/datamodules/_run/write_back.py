@@ -1,4 +1,4 @@
-"""Validate the setting ``write_back``: the buffer must store its entries, which must belong to the row's own step."""
+"""Validate the setting ``write_back``: the buffer must store the named entries, and none may belong to a later step."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_stored_keys(keys: Sequence[NestedKey] | None, buffer: Any, batch: Tens
 
     Args:
         keys: The entries.
-        buffer: The buffer. It is not checked if it is empty: the source stores the rows then.
+        buffer: The buffer. If a source stores the rows instead, the buffer is empty and is not checked.
         batch: The batch.
     """
     for key in keys or ():

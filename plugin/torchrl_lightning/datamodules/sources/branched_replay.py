@@ -41,9 +41,9 @@ class BranchedReplay(Settings, Stateful, ConfigSafe):
     Use it as the ``source=`` of a ``ReplayDataModule``. Before the first batch, and after every ``frames_per_fit`` new
     rows, the module fits its world model to all rows except the held-out ones. It then generates ``branches_per_fit``
     branches from uniformly drawn states; the branches of the last ``fits_kept`` fits are stored. A branch has \(k\)
-    rows, or fewer if the episode terminates. \(k\) grows linearly from ``first_length`` to ``last_length`` while the
-    number of written rows grows between the two numbers of ``lengthened_between``. A branch that stops at its length
-    is not terminal, so the value of its last row is bootstrapped.
+    rows, or fewer if the episode terminates. ``lengthened_between`` contains two numbers of written rows. Between them,
+    \(k\) grows linearly from ``first_length`` to ``last_length``. A branch that stops at its length is not terminal, so
+    the value of its last row is bootstrapped.
 
     Args:
         buffer: the buffer of collected steps.

@@ -40,7 +40,7 @@ class BufferedDataset:
         """Write the demonstrations and free them, unless a checkpoint has already filled the buffer.
 
         Args:
-            policy: the policy; if it is recurrent, each step stores its initial states.
+            policy: the policy; the initial states of a recurrent policy are stored in each step.
             update_statistics: adds rows ``[1, T]`` of an environment to the statistics; None leaves the statistics
                 unchanged.
         """
@@ -81,13 +81,13 @@ class DatasetMix:
                 f"dataset_share must be None without dataset= or with source=, got {share}. Set dataset= and leave "
                 "source= out, or leave dataset_share out."
             )
-        # Copy the factory: a storage or sampler that a partial binds serves only one buffer, the buffer of collected
-        # steps.
+        # Copy the factory, because a storage or sampler that a partial binds can serve only one buffer. It then serves
+        # the buffer of collected steps.
         self._make, self._share = copy.deepcopy(make_buffer), share
 
     def __call__(self, buffer: ExperienceBuffer) -> MixedReplay:
-        """Return the source over the buffer of collected steps and a second, still empty buffer for the data."""
-        # One ring holds episodes of any length. The discount is the discount of the first buffer.
+        """Return a source over two buffers: the buffer of collected steps, and a new, empty one for the data."""
+        # One ring holds episodes of any length. Both buffers have the same discount.
         data = build_buffer(self._make, buffer, trial=True, num_envs=1)
         return MixedReplay(buffer, [data], [1 - self._share, self._share])
 

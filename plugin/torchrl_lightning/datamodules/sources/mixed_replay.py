@@ -32,7 +32,7 @@ class MixedReplay(Stateful, ConfigSafe):
     """Draw a share of each batch from each of several buffers.
 
     The shares are exact: fractions of a row carry over to the next batches, so that each buffer is always less than one
-    row behind its ratio. Rows are sorted by buffer, and their entry ``source`` is the number of the buffer. Priorities
+    row behind its share. Rows are sorted by buffer, and their entry ``source`` is the number of the buffer. Priorities
     and rewritten entries of a row are written to the buffer that contains the row.
 
     Args:
