@@ -29,7 +29,7 @@ from torchrl_lightning.rollout.pytorchrl_names import to_documented
 
 
 class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
-    """Replay buffer of PyTorchRL's model-based algorithms, for transitions that become model inputs and targets.
+    """Replay buffer of PyTorchRL's model-based algorithms, which turns transitions into inputs and targets.
 
     One row holds one step of all environments; a batch flattens time and environments into one dimension.
     ``generate_batches`` applies :class:`DynamicsTargets` to all rows, and standardises with the statistics of these
@@ -211,7 +211,7 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
     def insert_single_tensor_slice(
         self, tensor_storage: MutableMapping[str, Tensor], tensor_key: str, tensor_values: Tensor
     ) -> int:
-        """Write values of one entry into the rows that ``insert_data_slice`` would use; do not advance the cursor.
+        """Write values of one entry into the rows of the next ``insert_data_slice``; do not advance the cursor.
 
         Args:
             tensor_storage: entries ``[max_size, ...]``; a missing entry is added and filled with zeros.
@@ -385,7 +385,7 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
         """Iterate over inputs and targets of all usable rows, standardised with the statistics of these rows.
 
         Args:
-            num_mini_batch: ignored, as documented; ``mini_batch_size`` determines the number of batches.
+            num_mini_batch: ignored, as in PyTorchRL; ``mini_batch_size`` determines the number of batches.
             mini_batch_size: rows per batch; the last batch of an epoch may be smaller, but is never empty.
             num_epochs: passes over the rows.
             shuffle: draw a new order for each epoch; False yields the oldest rows first.
@@ -444,7 +444,7 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
             super().load_state_dict(state_dict)
 
     def _broadcast_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the state, adapted to this buffer's ``num_envs`` if it comes from a buffer without any write."""
+        """Return the state; adapt it to this buffer's ``num_envs`` if nothing was written before it was saved."""
         storage, writer, zero = state.get("storage"), state.get("writer"), torch.zeros(1, dtype=torch.int64)
         if self._num_envs is None or not isinstance(storage, Mapping) or not isinstance(writer, Mapping):
             return state

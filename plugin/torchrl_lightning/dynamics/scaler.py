@@ -17,9 +17,9 @@ class StandardScaler(nn.Module):
     """Scale columns to zero mean and unit standard deviation, and back.
 
     The standard deviation is unbiased. A deviation below 1e-8, as in a constant column or a single row, counts as 1.
-    Moments are summed in float64. Values are scaled in their dtype, but integers in float64. Before the first fit,
-    values stay unchanged. The scaler is a module, so the parent's ``state_dict`` contains mean and deviation, and both
-    move to the parent's device.
+    Moments are summed in float64. Floating-point values are scaled in their dtype, and integers in float64.
+    Before the first fit, values stay unchanged. The scaler is a module, so the parent's ``state_dict`` contains mean
+    and deviation, and both move to the parent's device.
 
     Args:
         columns: names of the columns, for error messages.
@@ -37,7 +37,7 @@ class StandardScaler(nn.Module):
     std: Tensor
     """``[D]``, float64."""
     count: Tensor
-    """Number of rows in the last fit, 0 before the first."""
+    """Number of rows in the last fit; 0 before the first fit."""
 
     def __init__(self, columns: Sequence[str]) -> None:
         super().__init__()

@@ -26,8 +26,8 @@ class HoldoutSplit(Stateful, ConfigSafe):
 
     When a row is first seen, a hash of the seed, the environment and the ever-increasing position selects its part. The
     row stays in this part until another row overwrites its cell, even if ``max_size`` changes and the rings are
-    rebuilt. So runs with the same seed hold out the same rows, regardless of how the rows were written. Once
-    ``max_validation`` rows are held out, all further rows are training rows until held-out rows are overwritten.
+    rebuilt. So runs with the same seed hold out the same rows, regardless of how the rows were written. While
+    ``max_validation`` rows are held out, all new rows are training rows.
 
     Args:
         validation_fraction: fraction of held-out rows.
@@ -66,7 +66,7 @@ class HoldoutSplit(Stateful, ConfigSafe):
     def __init__(self, validation_fraction: float = 0.2, max_validation: int = 5000, *, seed: int = 0) -> None:
         self.validation_fraction, self.max_validation, self.seed = validation_fraction, max_validation, seed
         self._is_held_out = torch.zeros(0, dtype=torch.bool)  # one flag per cell
-        # First unseen position of each ring, counted over restarts.
+        # First unseen position of each ring. Positions continue when the rings are emptied.
         self._next_unseen = torch.zeros(0, dtype=torch.int64)
         self._restart_offset = 0
 
@@ -111,13 +111,13 @@ class HoldoutSplit(Stateful, ConfigSafe):
         self._next_unseen, self._restart_offset = snapshot.clone(), restart_offset
 
     def count_training(self, num_envs: int, steps: int) -> int:
-        """Return the number of training rows in the first ``steps`` rows of each environment, written or not."""
+        """Return the number of training rows if each environment writes ``steps`` rows."""
         serial, env = (grid.reshape(-1) for grid in np.mgrid[:steps, :num_envs])
         is_selected = _hash_to_unit(self.seed, env, serial) < self.validation_fraction
         return int(len(is_selected) - min(is_selected.sum(), self.max_validation))
 
     def _move_flags(self, writer: RingWriter, oldest: Tensor, restart_offset: int) -> None:
-        """Move the flags of the held-out rows that are still stored to their new cells."""
+        """Move the flags of held-out rows to their new cells; drop the flags of overwritten or removed rows."""
         old_rings = Rings.at(len(self._is_held_out) // len(self._next_unseen), self._next_unseen - self._restart_offset)
         cells = self._is_held_out.nonzero().squeeze(1)
         env, serial = old_rings.env_of(cells), old_rings.position_of(cells) + self._restart_offset
@@ -126,7 +126,7 @@ class HoldoutSplit(Stateful, ConfigSafe):
         self._is_held_out[writer.cell(env[is_stored], serial[is_stored] - restart_offset)] = True
 
     def parts(self, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the training cells and the validation cells among ``cells``, in their order.
+        """Return the training cells and the validation cells among ``cells``, in the order of ``cells``.
 
         Raises:
             ValueError: one of the two parts is empty.

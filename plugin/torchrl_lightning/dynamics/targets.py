@@ -185,7 +185,7 @@ class DynamicsTargets(Transform):
         """
         rows = rows[self.usable(rows)]
         inputs, targets = self.raw_inputs(rows), self.raw_targets(rows)
-        # Check inputs and targets before a scaler changes. If only a target is not finite, the next step is wrong.
+        # Check all columns before a scaler changes. If only a target is not finite, the cause is in the next step.
         check_finite(inputs, self.input_columns)
         check_finite(targets, [f"next {name}" if name != "reward" else name for name in self.target_columns])
         self.input_scaler.fit(inputs)
@@ -208,7 +208,7 @@ class DynamicsTargets(Transform):
         return self.input_scaler(self.raw_inputs(rows)).to(torch.get_default_dtype())
 
     def inverse(self, observation: Tensor, prediction: Tensor) -> tuple[Tensor, Tensor | None]:
-        r"""Return next observations and rewards from standardised predictions: \(s + \sigma f + \mu\).
+        r"""Return next observations and rewards from standardised predictions \(f\): \(s + \sigma f + \mu\).
 
         Args:
             observation: observations as columns, ``[..., D]`` (see :meth:`observation`).
@@ -249,7 +249,7 @@ class DynamicsTargets(Transform):
         return {key: cast_rounded(value, spec.dtype) for (key, value), spec in entries}
 
     def check_function(self, function: Callable[[Tensor, Tensor, Tensor], Any], name: str) -> None:
-        """Validate that a function of three rows of columns returns a number or flag for each.
+        """Validate that a function returns a number or flag for each of three rows of columns.
 
         Args:
             function: A function of observations, actions and next observations.

@@ -45,8 +45,8 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         max_length: capacity of each ring; new steps replace the oldest.
         num_earliest_frames_ignored: number of oldest steps per environment excluded from sampling.
         prioritized_sampling: draw in proportion to priorities.
-        initial_priority: minimum priority of new steps; if the highest stored priority is larger, new steps get it.
-        recent_data_steps: see :class:`RecentSampler`, also for the next two arguments.
+        initial_priority: minimum priority of new steps; new steps get the highest stored priority if it is larger.
+        recent_data_steps: see :class:`RecentSampler`, which also documents the next two arguments.
         recent_data_ratio: fraction of a batch drawn from the newest steps.
         with_replacement: draw start positions independently instead of spreading them evenly.
         device: device of the stored steps and the batches.
@@ -56,12 +56,12 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             argument, load, and call ``share()``. ``share(timeout=...)`` limits the waiting time.
         keep_episodic_info: keep an index of episodes; ``None`` means True if the data have flags for episode ends.
             Recorded returns need these flags.
-        record_episodic_return: store every step's return; see :class:`EpisodicReturn`, also for the next 3 arguments.
+        record_episodic_return: store every step's return; :class:`EpisodicReturn` documents the next 3 arguments.
         default_return: value stored for a step without a known return.
         gamma: discount of the return.
         reward_clip: (lowest, highest) bounds for rewards in the return.
         enable_checkpoint: True if a resumed run resets its environments. Then loading a state ends the unfinished
-            episodes. Otherwise, new steps that equal the stored successors continue these episodes.
+            episodes. If False, new steps that equal the stored successors continue these episodes.
         name: name in ``repr``.
         critic: as in :class:`EpisodicReturn`.
         layout: keys of the row entries; by default, this package's keys or ALF's keys.
@@ -192,9 +192,9 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         """Add one step of some environments, or several in a ``"time"`` dimension; full rings drop their oldest steps.
 
         Args:
-            batch: ``[B]``, one step for each id. If ``env_ids`` is None, one step of each environment, in order.
+            batch: ``[B]``, one step for each id; without ids, one step for each environment in order.
             env_ids: distinct environment ids, ``[B]``.
-            blocking: instead of dropping steps, wait until another process has removed enough steps (:meth:`dequeue`).
+            blocking: wait until another process has removed enough steps (:meth:`dequeue`), and drop no steps.
 
         Returns:
             True if the batch was added; False if :meth:`stop` ended the waiting.
@@ -463,7 +463,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
     def update_priority(self, env_ids: Tensor, positions: Tensor, priorities: Tensor | None = None) -> None:
         """Set priorities of steps; ignore steps that were overwritten in the meantime.
 
-        With two arguments, the method has TorchRL's signature: cells and their priorities.
+        Two arguments are cells and their priorities, as in TorchRL.
 
         Args:
             env_ids: environments, ``[B]``.

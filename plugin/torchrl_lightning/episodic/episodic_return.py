@@ -49,10 +49,10 @@ class EpisodicReturn(ConfigSafe):
     """Write the discounted returns of an episode into its stored steps when the episode ends.
 
     The return of a step is ``G[t] = r[t] + gamma * G[t+1]``. The sum stops at the end of the episode or at the first
-    terminated step, which may end only a life. The return stays ``default_return`` in running episodes, and in the
-    steps of a truncated episode after its last termination. The default is so small that it does not matter as a lower
-    bound of a value. With a ``critic``, the returns of truncated episodes include the value of the last successor. If
-    the first steps of an episode are overwritten, the remaining steps still get their returns.
+    terminated step, which may end only a life. Steps of running episodes, and steps of
+    a truncated episode after its last termination, keep ``default_return``. This number is so small that it does not
+    matter as a lower bound of values. With a ``critic``, the returns of truncated episodes include the value of the
+    last successor. If the first steps of an episode are overwritten, the remaining steps still get their returns.
 
     The returns are stored only in the entry ``key``. The cost is O(1) per step, because each episode is read once, when
     it ends. The storage calls this object on every write. Written rows must already have the entry; see
@@ -148,9 +148,9 @@ class EpisodicReturn(ConfigSafe):
         self._gamma_and_clip = self.gamma, *clip
 
     def with_default(self, data: TensorDictBase) -> TensorDict:
-        """Return the rows with a return entry that contains ``default_return``; the other entries are not copied.
+        """Return a shallow copy of the rows with the entry ``key``, which holds ``default_return``.
 
-        Later calls with rows of this shape return the same tensor, so copy the entry before you change it.
+        Later calls with rows of this shape reuse the tensor of this entry, so copy it before you change it.
 
         Raises:
             KeyError: the rows have no reward or no termination flag.
@@ -164,7 +164,7 @@ class EpisodicReturn(ConfigSafe):
                 "pass layout=StepLayout(...) with another key."
             )
         if terminated.numel() > data.numel():
-            self._terminates(terminated)  # before the write: raises an error if the flags of a row differ
+            self._terminates(terminated)  # raises an error before the write if the flags of a row differ
         dtype = reward.dtype if reward.dtype.is_floating_point else torch.float32
         default = self._default
         if default.shape != reward.shape or default.dtype is not dtype or default.device != reward.device:

@@ -77,7 +77,7 @@ class FrameRing:
         return len(self.ring) + len(self.spares)
 
     def first_discontinuity(self, stack: Tensor, after: Tensor) -> int | None:
-        """Return the first row with an ``after`` other than ``stack`` shifted by one frame, or None."""
+        """Return the first row with an ``after`` that is not its ``stack`` shifted by one frame, or None."""
         earlier, later = self._split(stack)[:, 1:], self._split(after)[:, :-1]
         if torch.equal(earlier, later):
             return None
@@ -104,7 +104,7 @@ class FrameRing:
                 self._grow(len(self.spares) + max(self.count, len(self.spares) // 4))
 
     def read(self, numbers: Tensor) -> Tensor:
-        """Return the stacks of frame numbers ``[*B, K]``."""
+        """Return the stacks with the frame numbers ``[*B, K]``."""
         flat = numbers.reshape(-1).numpy()
         frames = np.empty((len(flat), self.ring.shape[1]), np.uint8)
         jitted(read_frames)(flat, self.ring.numpy(), self.spares.numpy(), frames)
@@ -127,13 +127,13 @@ class FrameRing:
 
     @property
     def written(self) -> int:
-        """Number of leading cells that have ever been written."""
+        """Number of cells ever written; these are the first cells."""
         envs = len(self.counts)
         return min(int(self.counts.max()), len(self.ring) // envs - self.count) * envs
 
     @property
     def _used(self) -> tuple[int, int]:
-        """Number of leading ring frames and of leading spare slots in use."""
+        """Lengths of the used leading parts of the ring and of the spare slots."""
         envs, spare = len(self.counts), np.setdiff1d(np.arange(len(self.spares)), self.free[: self.num_free[0]])
         return min(int(self.counts.max()) + 1, len(self.ring) // envs) * envs, int(spare.max(initial=-1)) + 1
 
@@ -179,7 +179,7 @@ class FrameRing:
 def check_frames(
     state_dict: Any, name: str, numbers: Tensor, next_numbers: Tensor, width: int, cells: int, frame_stack: int
 ) -> None:
-    """Validate a state of frames against the frame numbers of the steps and the ring size; raise ValueError."""
+    """Raise ValueError if a state of frames does not match the frame numbers of the steps or the ring size."""
     owner = f"frames of {name}"
     check_state(state_dict, {"stack": image_stack, "counts": tensor(torch.int64, width, low=0)}, owner)
     stack = state_dict["stack"]
@@ -228,7 +228,7 @@ def write_frames(
         start: the first row to write.
         cells: cells of the steps, ``[n]``.
         stacks: the stacks of the steps, ``[n, K, S]`` bytes.
-        next_stacks: the stacks after the steps; only the newest frames are new.
+        next_stacks: the stacks after the steps; only the newest frame of each is stored.
         ring: the frames of the environments, ``[R, S]``.
         spares: the spare slots, numbered from ``R`` on.
         free: indices of the free slots in ``spares``.
@@ -241,7 +241,7 @@ def write_frames(
     Returns:
         The first row without enough spare slots, or ``n``.
     """
-    # Copy bytes between addresses: numba needs three times as long to compile slice assignments.
+    # Copy bytes between addresses, because numba needs three times as long to compile slice assignments.
     rows, size = ring.shape
     width, count = len(counts), stacks.shape[1]
     length = rows // width

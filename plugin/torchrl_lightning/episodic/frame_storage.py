@@ -36,8 +36,8 @@ class FrameStorage(RingStorage):
 
     Write stacked observations and next observations, for example from a recipe with ``frame_stack=K``. Reads return the
     written stacks bit for bit. The storage holds the newest frame of each step and the last frames of episodes, and
-    builds the stacks on read. It also keeps the frames before the oldest step, so that the stack of this step is
-    complete. The storage needs a :class:`RingWriter`, which is part of every :class:`ExperienceBuffer`. All data are in
+    builds the stacks on read. It also keeps the frames before the oldest step, which belong to the stack of this
+    step. The storage needs a :class:`RingWriter`, which is part of every :class:`ExperienceBuffer`. All data are in
     CPU memory.
 
     For frames of ``S`` bytes, the storage takes ``S * (max_size + K * num_envs)`` bytes. Each stored end of an episode
@@ -156,7 +156,7 @@ class FrameStorage(RingStorage):
     # ------------------------------------------------------------------ reading
 
     def leaves(self, key: NestedKey) -> list[tuple[Path, Tensor]]:
-        """Return stored leaves like :meth:`RingStorage.leaves`, except stacks.
+        """Return stored leaves like :meth:`RingStorage.leaves`; stacks raise an error.
 
         Raises:
             KeyError: the entry is not stored, or it is a stack.
@@ -179,7 +179,7 @@ class FrameStorage(RingStorage):
     # ------------------------------------------------------------------ state
 
     def _filled_cells(self) -> int:
-        """Return the number of cells ever written; their frames are replaced or freed later."""
+        """Return the number of cells ever written, including removed steps, which still occupy frames."""
         return max((ring.written for ring in self.frames.values()), default=0)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -255,7 +255,7 @@ class FrameCells(Cells):
         self._stacks = {path: (self.leaf_index[path], self.leaf_index[next_key(path)]) for path in frames}
 
     def match(self, data: TensorDictBase, rows: int) -> tuple[list[Tensor], tuple[Ints, Ints] | None]:
-        """Return the leaves of ``data``, stacks included, after validating them."""
+        """Validate ``data`` and return its leaves, including stacks."""
         leaves, _ = super().match(data, rows)
         for path, (index, next_index) in self._stacks.items():
             row = self.frames[path].first_discontinuity(leaves[index], leaves[next_index])

@@ -18,7 +18,7 @@ GOAL_DISTANCE = 0.05
 Goals = Any
 """A tensor, or a TensorDict of nested goals; the step dimensions come first."""
 Lookup = Callable[[str], Tensor | None]
-"""A function from a name to the entry ``[n, ...]`` of the observations after the steps, or None."""
+"""A function that returns the named entry ``[n, ...]`` of the observations after the steps, or None."""
 _NUM_PROBED = 16  # number of steps to test if a function is vectorised
 
 

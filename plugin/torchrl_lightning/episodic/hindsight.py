@@ -43,12 +43,12 @@ from torchrl_lightning.replay.episode_transform import EpisodeTransform
 logger = logging.getLogger(__name__)
 STRATEGIES = "future", "episode", "final"
 UNCHANGED = 1000
-"""Warn after this number of rows got a new goal and every reward stayed the same."""
+"""Warn if this number of rows got a new goal, but all rewards stayed the same."""
 ROUNDING = 1e-5
 """Tolerance for equal rewards, as a fraction of the largest reward."""
 Function = EnvironmentFunction | UserFunction | DefaultReward
 _Functions = tuple[Function, Function | None, dict[str, float]]
-"""Function for rewards, function for termination flags or None, and default value of each stored return by key."""
+"""Function for rewards, function for termination flags (or None), and defaults of the stored returns by key."""
 
 
 class HindsightRelabel(EpisodeTransform):
@@ -58,8 +58,8 @@ class HindsightRelabel(EpisodeTransform):
     sampled batches only and draws from the buffer's generator. It replaces the goal of some samples by the goal that
     was achieved after a step of the same episode, and recomputes the reward. The ``strategy`` selects this step among
     the stored steps of the episode. Samples are single steps ``[B]`` or windows ``[B, T]``. All steps of a window get
-    the same goal. The strategy *future* then selects the last step of the window or a later step. A window over two
-    episodes keeps its goals.
+    the same goal. In windows, *future* selects the last step of the window or a later step. A window over two episodes
+    keeps its goals.
 
     If the buffer has ``n_steps``, the transform reads the stored single steps of each return and recomputes their
     rewards. The return then ends at the step that ``compute_terminated`` marks. In a chain of transforms, this
@@ -83,8 +83,8 @@ class HindsightRelabel(EpisodeTransform):
             always at its achieved goal. Such samples would teach the policy not to touch the block (Manela and Biess
             2019).
         achieved_goal_key: key of the achieved goal.
-        desired_goal_key: key of the desired goal, also replaced under ``"next"``.
-        reward_key: key of the reward; the default becomes ``"reward"`` for time steps.
+        desired_goal_key: key of the desired goal. The goal under ``"next"`` is also replaced.
+        reward_key: key of the reward; for time steps, the default is ``"reward"``.
         goal: converts achieved entries ``[n, ...]`` to goals, for example if the entries are complete observations.
         compute_reward: called as ``compute_reward(achieved, desired, info)`` with goals ``[n, ...]`` or
             ``[n, T, ...]``. A method of an environment gets arrays, or single steps if it is not vectorised. ``info``
@@ -144,8 +144,8 @@ class HindsightRelabel(EpisodeTransform):
         self._user_functions = {name: _to_copyable(function) for name, function in functions.items()}
         self._environment: EnvironmentGoals | None = None
         self._functions: _Functions | None = None  # set on first use
-        self._unchanged: list[int] = [0]  # [rows with a new goal and the same reward]; empty after the check
-        # Number of batches, and the next batch to check; a list, because setting a module's attribute is slow.
+        self._unchanged: list[int] = [0]  # [rows with a new goal and the same reward]; the check empties the list
+        # [number of batches, number of the next batch to check]: a list, because setting a module's attribute is slow.
         self._batches = [0, 1]
 
     def incompatibility(self, specs: Any, learner: Any = None) -> str | None:
@@ -165,14 +165,14 @@ class HindsightRelabel(EpisodeTransform):
         return error
 
     def use_environment(self, goals: EnvironmentGoals) -> None:
-        """Use an environment's functions if the user passed none; a DataModule calls this with its environment."""
+        """Use an environment's functions in place of missing user functions; a DataModule calls this method."""
         self._environment, self._functions = goals, None
 
     def draw(self, count: int) -> Tensor:
         """Return ``count`` uniform random numbers in [0, 1).
 
-        The transform calls this method for all samples, and then for the relabelled samples, unless the strategy is
-        ``"final"``.
+        The transform first draws a number for each sample. Unless the strategy is ``"final"``, it then draws a number
+        for each relabelled sample.
         """
         rng = self.storage.generator
         return torch.rand(count, dtype=torch.float64, generator=rng, device="cpu" if rng is None else rng.device).cpu()
@@ -296,7 +296,7 @@ class HindsightRelabel(EpisodeTransform):
             (_end_time_steps if time_steps else _end_transitions)(batch, rows, terminations)
 
     def _count_unchanged(self, batch: TensorDictBase, rows: Tensor, goals: Goals, rewards: Tensor, key: Any) -> None:
-        """Count rows with a new goal; warn once if many goals but no rewards have changed.
+        """Count rows with a new goal; warn once if many goals have changed, but no reward.
 
         Args:
             batch: the relabelled batch.
@@ -412,7 +412,7 @@ def _end_transitions(batch: TensorDictBase, rows: Tensor, terminations: Tensor) 
 
 
 def _end_time_steps(batch: TensorDictBase, rows: Tensor, terminations: Tensor) -> None:
-    """Set LAST and discount 0 at new terminations; restore MID and discount 1 at steps that no longer terminate."""
+    """Write LAST and discount 0 to terminated steps, and MID and discount 1 to steps that no longer terminate."""
     keys = TIME_STEPS.terminated, TIME_STEPS.done
     discount, step_type = (_select_rows(_get_entry(batch, key), rows) for key in keys)
     is_first = step_type == FIRST

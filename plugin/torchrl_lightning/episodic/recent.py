@@ -63,8 +63,8 @@ class RecentSampler(SequenceSampler):
     ``recent_data_steps / recent_data_ratio`` start positions on average. In smaller buffers, even sampling draws at
     least this fraction from the newest steps.
 
-    If ``prioritized`` is given, that sampler draws the other windows and defines the entries of a batch. Recent windows
-    are not drawn by priority, so their ``priority_weight`` and ``importance_weights`` are 1.
+    If ``prioritized`` is given, it draws all windows that are not recent and defines the entries of a batch. Recent
+    windows are not drawn by priority, so their ``priority_weight`` and ``importance_weights`` are 1.
 
     Args:
         batch_length: steps per window.
@@ -74,8 +74,8 @@ class RecentSampler(SequenceSampler):
             into one interval per draw, and draw one position from each interval. The intervals are equal, so a position
             repeats only at the border of two intervals.
         num_earliest_frames_ignored: number of oldest stored steps per environment at which no window starts.
-        prioritized: sampler of the other windows. It must have the same ``num_earliest_frames_ignored``; this sampler
-            sets its ``batch_length``. A callable, such as the class or a partial, gets both arguments.
+        prioritized: sampler of the windows that are not recent. Its ``num_earliest_frames_ignored`` must be the same;
+            this sampler sets its ``batch_length``. A callable, such as the class or a partial, gets both arguments.
         generator: random generator; the buffer's generator replaces it.
 
     Raises:
@@ -191,7 +191,7 @@ class RecentSampler(SequenceSampler):
         """Return ``count`` random numbers in [0, 1); override this method to control the sampling.
 
         This method is the only source of randomness. The sampler draws the even windows first, and then the recent
-        windows. Each time, if the windows do not divide evenly, the first call draws one number per environment. The
+        windows. If the windows of a group do not divide evenly, the first call draws one number per environment, and
         environments with the smallest numbers contribute one more window. The next call draws one number per window.
         """
         return uniform(count, self.generator)

@@ -39,7 +39,7 @@ class StepLayout(ConfigSafe):
         reward: key of the reward.
         done: key of the flag for the end of an episode; ``step_type`` for time steps.
         init: key of the flag for the beginning of an episode; ``step_type`` for time steps.
-        terminated: key of the termination flag; ``discount`` for time steps, which is zero at a termination.
+        terminated: key of the termination flag. Time steps use ``discount``, which is zero at a termination.
         time_steps: True if a row is a time step and holds the reward of the transition into it.
     """
 

@@ -18,7 +18,7 @@ _MISSING_FLAG = {
 def kernel_inputs(
     caller: str, names: tuple[str, ...], floats: tuple[Tensor, ...], flags: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, ...] | None:
-    """Validate the inputs and return them for the compiled kernels, flags last; return None if torch must be used.
+    """Validate the inputs and return them for the compiled kernels, flags last, or None if torch must be used.
 
     All inputs must have the same shape and device. The tensors ``floats`` must have the same floating-point dtype;
     ``names`` are their names in error messages. The ``flags`` are ``terminated`` and ``done``, and must be bool.
@@ -60,8 +60,8 @@ def _check_inputs(caller: str, floats: dict[str, Tensor], flags: dict[str, Tenso
 def raise_not_finite(caller: str, **tensors: Tensor) -> None:
     """Raise ValueError with the index of the first NaN or infinity in the inputs; do nothing if all are finite.
 
-    The recurrences multiply and never select, so a NaN or infinity reaches the first row of the result. Estimators only
-    check this row, which is cheap, and call this function if the row is not finite.
+    The recurrences multiply and never select, so a NaN or infinity reaches the first row of the result. Estimators
+    check only this row, which is cheap. They call this function if the row is not finite.
     """
     if "log_pi" in tensors:
         tensors["log_pi - log_mu"] = tensors["log_pi"] - tensors["log_mu"]

@@ -67,8 +67,8 @@ class IntrinsicRewardNormalizer(Stateful):
     def __init__(self, gamma: float = 0.99, direction: Literal["forward", "backward"] = "forward") -> None:
         self.direction = direction
         self.gamma = gamma
-        self._filter: Tensor | None = None  # the sum after the last step, one entry for each environment
-        self._last: dict[int, tuple[int, bool]] = {}  # trajectory id and done flag of each last step, by environment
+        self._filter: Tensor | None = None  # for each environment, the sum after its last step
+        self._last: dict[int, tuple[int, bool]] = {}  # by environment: trajectory id and done flag of its last step
         self._mean, self._variance, self._count = 0.0, 1.0, 1e-4
 
     def discounted_by(self, gamma: float) -> Self:
@@ -98,8 +98,8 @@ class IntrinsicRewardNormalizer(Stateful):
             reward: ``[T, N, ...]``, time first, floating point.
             env_ids: distinct environment ids of the columns, ``[N]``; -1 means unknown and restarts the filter. None
                 means the same ``N`` environments in each rollout.
-            traj_ids: trajectory ids, ``[T, N]``. The filter restarts at a change of the id if the previous step is not
-                ``done``, also between rollouts. With None, the filter never restarts.
+            traj_ids: trajectory ids, ``[T, N]``. The filter restarts if the id changes after a step that is not
+                ``done``, within or between rollouts. With None, no trajectory is cut.
             done: end-of-episode flags, ``[T, N, ...]``; None means False for all steps.
 
         Returns:
@@ -165,7 +165,7 @@ class IntrinsicRewardNormalizer(Stateful):
         return cuts, {**self._last, **{env_id: last for env_id, last in zip(env, end, strict=True) if env_id >= 0}}
 
     def _discount(self, reward: Tensor, cuts: Tensor | None) -> float | Tensor:
-        """Return the discount from the previous step to each step, or backward from the next step; 0 across cuts."""
+        """Return the discount between each step and the step that the filter visits before; 0 across cuts."""
         if cuts is None or not bool(cuts.any()):
             return self.gamma
         if self.direction == "backward":

@@ -26,8 +26,8 @@ def discounted_returns(reward: Tensor, next_value: Tensor, terminated: Tensor, d
 
     Args:
         reward: ``[T, ...]``, time first, any trailing shape.
-        next_value: ``[T, ...]``, the value of each step's true successor; used at truncated steps and the last step,
-            but must be finite everywhere.
+        next_value: ``[T, ...]``, the value of each step's true successor; used only at truncated steps and the last
+            step, but all values must be finite.
         terminated: ``[T, ...]`` bool, the episode reached a terminal state; cuts the bootstrap.
         done: ``[T, ...]`` bool, terminated or truncated; cuts the sum. A terminated step counts as done.
         gamma: discount in [0, 1].
@@ -75,7 +75,7 @@ def discount_cumsum(x: Any, discount: Any) -> Any:
         discount: a number, or a tensor (array) that broadcasts to ``x``.
 
     Returns:
-        A tensor, or an array if ``x`` is an array, in the shape and dtype of ``x``; float64 for integers.
+        A tensor or array like ``x``, in the same shape and dtype. Integers become float64.
 
     Raises:
         TypeError: ``x`` is neither a floating-point tensor nor an array of numbers.

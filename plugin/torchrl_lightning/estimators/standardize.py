@@ -9,7 +9,7 @@ from torch import Tensor
 def standardize(x: Tensor, mask: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     r"""Shift and scale to :math:`(x - \mathrm{mean}) / (\mathrm{std} + \mathrm{eps})` over all valid entries.
 
-    The standard deviation is unbiased. Equal entries and a single valid entry become 0, also with ``eps=0``. Masked
+    The standard deviation is unbiased. Equal entries and a single valid entry become 0, even with ``eps=0``. Masked
     entries are ignored and become 0.
 
     Args:

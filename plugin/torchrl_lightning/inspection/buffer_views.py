@@ -29,7 +29,7 @@ class EpisodeIndex:
     """The episode index of a buffer.
 
     Attributes:
-        column: For each filled cell, a position. If the step begins an episode, it is at least the step's position.
+        column: A position for each filled cell. If a step begins an episode, this is its own or a later position.
         done: Whether a flag ends the episode at each filled cell.
         is_open: Whether the newest episode of each environment continues, ``[N]``.
     """
@@ -94,7 +94,7 @@ class BufferView:
             Rows, cells, environments and ages of the steps; the newest step has age 0.
 
         Raises:
-            UserError: Some of these steps are missing in the filled cells.
+            UserError: Some inspected steps are not in the filled cells.
         """
         chunk_rows = max(1, CHUNK_BYTES // row_bytes)
         num_stored, newest, num_found, last_cell = self.stop - self.first, self.stop - 1, 0, -1
@@ -301,7 +301,7 @@ def _episode_index(state: Any, count: int, num_envs: int) -> EpisodeIndex | None
 
 
 def _with_frame_stacks(leaves: Mapping[Path, Any], storage: Mapping[str, Any], num_envs: int) -> dict[Path, Leaf]:
-    """Return the entries; replace frame numbers by stacked images if the storage stores each frame once."""
+    """Return the entries; if the storage stores each frame once, replace frame numbers by stacked images."""
     stacked, frames = dict(leaves), storage.get("frames")
     names = frames if isinstance(frames, Mapping) else {}
     for path, numbers in leaves.items():

@@ -27,7 +27,7 @@ class Episodes:
         length: Number of stored steps.
         episode_return: The sum of the stored rewards.
         end_kind: The kind of end, as an index into :data:`ENDS`.
-        is_complete: Whether the first and the last step are known to be stored.
+        is_complete: Whether the first and the last step are certainly stored.
     """
 
     env: Ints
@@ -65,7 +65,7 @@ def episodes_in(view: BufferView) -> Episodes | None:
         order = np.argsort(env.astype(np.min_scalar_type(view.num_envs)), kind="stable")
         rows, env, age = rows[order], env[order], age[order]
         flagged = numbers_of(flags, rows) != 0
-        # True at the last step of each episode, or at its last step in these rows.
+        # True at the last of these rows in each episode.
         is_last = np.r_[(np.diff(env) != 0) | (np.diff(age) != -1), True]
         if index is None:
             begins = flagged  # not used without an index
@@ -93,7 +93,7 @@ def episodes_in(view: BufferView) -> Episodes | None:
     begin = position - length + 1
     conditions = {RUNNING: ~ended, CUT: ~flagged[last], TERMINATED: terminated[last], TRUNCATED: truncated[last]}
     end_kind = np.select([*conditions.values()], [*conditions], DONE)
-    # The first written step begins an episode, but a rollout continues an episode of the previous rollout.
+    # Position 0 begins an episode, except in a rollout, which may continue an episode of the previous rollout.
     is_complete = ended & ((begin > view.first[env]) | ((begin == 0) & (view.kind != "rollout")))
     order = np.lexsort((~ended, position))
     ordered: list[Any] = [

@@ -17,7 +17,7 @@ DARK_COLOURS = ("#77aaee", "#ee9966", "#66cc99", "#dd77aa", "#bbbb66", "#aa99ee"
 
 
 def bars(heights: Sequence[float], low: float, high: float, title: str, second: Sequence[float] = ()) -> str:
-    """Plot a bar for each of several equal parts of a range; a second series has narrower bars in front."""
+    """Plot a bar for each of several equal parts of a range. A second series has narrower bars in front."""
     largest = max([*heights, *second, 1e-12])
     paths = []
     for series, width in [(heights, 0.9), (second, 0.4)][: 1 + bool(second)]:
@@ -43,7 +43,7 @@ def histogram(values: NDArray[Any], title: str, bins: int = 32) -> str:
 
 
 def lines(columns: NDArray[Any], title: str) -> str:
-    """Plot each column of ``[n, k]`` as a line; reduce many rows to the minimum and maximum of equal parts."""
+    """Plot each column of ``[n, k]`` as a line; of many rows, plot the minimum and maximum of equal parts."""
     values = np.asarray(columns.real, np.float64)
     finite = values[np.isfinite(values)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)

@@ -119,7 +119,7 @@ def inspect_state(state: Any, name: str | Path, *, last: int | None = None) -> I
 
 
 def inspect_contents(contents: Iterable[BufferView | str], name: str | Path) -> Inspection:
-    """Inspect buffers. For a buffer that could not be read, ``contents`` has its error line, a string.
+    """Inspect buffers; ``contents`` has an error message in place of each buffer that could not be read.
 
     Raises:
         UserError: None of the buffers can be inspected.

@@ -52,7 +52,7 @@ class SampleCounter:
 
     @property
     def mean_age(self) -> float:
-        """Mean age of the sampled steps: the number of newer steps of the same environment."""
+        """Mean age of the sampled steps; the age of a step is the number of newer steps of its environment."""
         return self._age / max(self.num_samples, 1)
 
     @property

@@ -43,7 +43,7 @@ class Entry:
         nans: Number of NaN and infinite numbers.
         constant: Number of columns with the same number in all steps.
         size: Numbers per row.
-        sample: Evenly spaced rows ``[n, size]``; only one column ``[n, 1]`` of a wide entry.
+        sample: Evenly spaced rows ``[n, size]``; for a wide entry, only one column ``[n, 1]``.
         counts: For a discrete action, the number of occurrences of each integer from ``low`` to ``high``.
     """
 
@@ -94,8 +94,8 @@ class Priorities:
         num_cells: Number of cells with a positive, finite priority.
         largest: The largest probability of a cell.
         half: The smallest number of cells that together have half of the probability.
-        effective: Effective sample size: this number of equally likely cells would be repeated at the same rate.
-        shares: Total probability of each 1/32 of the cells, sorted from the largest priorities to the smallest.
+        effective: Effective sample size. Sampling from this number of equally likely cells would repeat cells as often.
+        shares: Total probability of each 1/32 of the cells; the first part has the largest priorities.
     """
 
     num_cells: int
@@ -149,7 +149,7 @@ def _entry(view: BufferView, path: tuple[str, ...], leaf: Leaf) -> Entry:
     high, moments = -low, Moments.empty()
     nans = num_seen = num_sampled = 0
     stride = max(1, view.num_inspected // SAMPLE_ROWS)
-    # Preallocate one array: small arrays between the pieces would keep the heap from reusing freed memory.
+    # Preallocate one array, because many small arrays would keep the heap from reusing freed memory.
     sample = np.empty((-(-view.num_inspected // stride), size if size <= MAX_COLUMNS else 1), np.float64)
     for rows in view.chunks(leaf) if size and not dtype.is_complex else ():
         rows = rows.reshape(-1, size)

@@ -85,7 +85,7 @@ class AdvantageTransform(Settings, Transform):
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         return self.estimate(tensordict) if self.on_write else tensordict
 
-    # After append_transform(..., invert=True), a buffer calls this method when it writes a rollout.
+    # A buffer calls this method when it writes a rollout, but only after append_transform(..., invert=True).
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         return self.estimate(next_tensordict)
 

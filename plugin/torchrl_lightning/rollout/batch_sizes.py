@@ -21,7 +21,7 @@ _SEQUENCE_NAMES = (None, "time")
 def split_epoch(
     units: int, num_mini_batch: int | None, mini_batch_size: int | None, drop_last: bool, *, whole_envs: bool
 ) -> tuple[int | None, int | None]:
-    """Return the number and the size of an epoch's mini-batches; if the size is None, sizes differ by at most one.
+    """Return the number and the size of an epoch's mini-batches; without a given size, the sizes differ by at most 1.
 
     Raises:
         ValueError: an argument is not positive, exceeds the stored data, or does not divide the number of environments.

@@ -79,7 +79,7 @@ class Estimator(ConfigSafe):
     required_keys: ClassVar[tuple[NestedKey, ...]] = (ACTION,)
     """Entries that the policy must write."""
     follows_policy: ClassVar[bool] = False
-    """Whether each pass over the data needs :meth:`current_log_probs` and the current critic's values."""
+    """Whether each pass over the data needs new :meth:`current_log_probs` and new values of the current critic."""
 
     def compute(self, rollout: TensorDictBase, gamma: float, keys: RewardKeys = EXTRINSIC) -> None:
         """Write advantages and targets of every critic to a time-major rollout that holds all values.
@@ -107,11 +107,11 @@ class Estimator(ConfigSafe):
         raise NotImplementedError(f"{type(self).__name__} must define the method `advantages`.")
 
     def returns(self, steps: Steps, gamma: float) -> Tensor:
-        """Return the value targets of one critic for data of the current policy."""
+        """Return the value targets of one critic; the data must come from the current policy."""
         return discounted_returns(steps.reward, steps.next_value, steps.terminated, steps.done, gamma)
 
     def standardized(self, advantage: Tensor) -> Tensor:
-        """Return the advantages, standardised if ``standardize`` is set."""
+        """Standardise the advantages if ``standardize`` is set, and return them."""
         return standardize(advantage) if self.standardize else advantage
 
     def current_log_probs(

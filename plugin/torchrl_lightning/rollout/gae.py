@@ -13,7 +13,7 @@ class GAEBuffer(VanillaOnPolicyBuffer):
     ``δ[t] = r[t] + γ (1 - term[t]) V'[t] - V[t]``; ``A[t] = δ[t] + γ λ (1 - done[t]) A[t+1]``; the target is ``A + V``.
 
     Args:
-        size: see :class:`VanillaOnPolicyBuffer`, also for ``device``, ``actor``, ``algorithm`` and ``envs``.
+        size: see :class:`VanillaOnPolicyBuffer`, as for ``device``, ``actor``, ``algorithm`` and ``envs``.
         gae_lambda: λ.
         gamma: see :class:`VanillaOnPolicyBuffer`, which also documents the remaining arguments.
 

@@ -30,8 +30,8 @@ class IntrinsicReturns(GeneralizedAdvantages):
     """Advantages and targets of the intrinsic rewards (Burda et al. 2018, arXiv:1810.12894).
 
     Rewards are divided by the running standard deviation of their discounted sum. The sum restarts when
-    ``("collector", "traj_ids")`` changes without a done step. Returns continue across episode ends: GAE computes them
-    with ``terminated = done = 0`` and with a separate γ and critic. The normalised reward is written to
+    ``("collector", "traj_ids")`` changes without a done step. Returns continue across episode ends, because GAE treats
+    ``terminated`` and ``done`` as 0. They have a separate γ and critic. The normalised reward is written to
     ``("next", "normalized_intrinsic_reward")``; the raw reward stays unchanged.
 
     Args:

@@ -27,8 +27,8 @@ class PyTorchRLInterface:
     frame_stack: int = 1
     num_channels_obs: int | None = None
 
-    # Storage methods of the buffer: reserve memory for steps [N], append one step, store a rollout, change the
-    # capacity, discard all data, copy all data, and iterate over mini-batches.
+    # The buffer implements these methods. They reserve memory for steps [N], append one step, store a rollout, change
+    # the capacity, discard all data, copy all data, and iterate over mini-batches.
     _reserve: Callable[[TensorDictBase], None]
     _write_step: Callable[[TensorDictBase], None]
     _write_slice: Callable[[TensorDictBase, int | None, bool], None]
@@ -102,11 +102,11 @@ class PyTorchRLInterface:
         first step of a new episode must have an observation.
 
         Args:
-            sample: TensorDict ``[N]``, or a dict with the documented names. The buffer drops its advantages and other
-                estimates, unless an earlier ``extend`` stored these entries.
+            sample: TensorDict ``[N]``, or a dict with the documented names. The buffer drops advantages and other
+                estimates in it, unless an earlier ``extend`` stored these entries.
 
         Raises:
-            KeyError: an entry is missing and cannot be carried over.
+            KeyError: an entry is missing, and the previous step or rollout does not determine it.
         """
         self._write_step(self._read(sample, 1))
 
@@ -133,7 +133,8 @@ class PyTorchRLInterface:
         """Return a copy of the stored steps and estimates, ``[T, N]`` with dimension names ``("time", None)``.
 
         :meth:`insert_data_slice` of this or another buffer accepts the result. That buffer keeps values that the policy
-        wrote, and computes the other values again. Only computed values include the values of successor states.
+        wrote, and computes all other values again. If the policy wrote the values of steps, computed values of
+        successor states are left out.
 
         Args:
             data_to_cpu: move the copy to the CPU.
@@ -162,7 +163,7 @@ class PyTorchRLInterface:
             num_mini_batch: mini-batches per epoch. Without ``mini_batch_size``, they have nearly equal sizes. If both
                 arguments are ``None``, the algorithm's values apply.
             mini_batch_size: samples per mini-batch. Without ``num_mini_batch``, the last mini-batch may be smaller.
-                With both arguments, an epoch has exactly ``num_mini_batch`` mini-batches of this size.
+                If both are given, an epoch has exactly ``num_mini_batch`` mini-batches of ``mini_batch_size`` samples.
             num_epochs: number of passes over the data.
             shuffle: draw a new order for each epoch.
             drop_last: drop the remainder, so that all mini-batches have the same size.

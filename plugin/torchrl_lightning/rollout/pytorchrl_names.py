@@ -64,8 +64,9 @@ def from_documented(
 ) -> TensorDict:
     """Convert a dict with documented names to a TensorDict with this package's keys.
 
-    Without ``NextDone``, ``Done`` means that the episode terminates after this step. If ``NextDone`` is given, it has
-    this meaning, and ``Done`` marks the start of an episode, as in PyTorchRL's transitions. ``Truncated`` is optional.
+    Without ``NextDone``, ``Done`` means that the episode terminates after this step. With ``NextDone``, as in
+    PyTorchRL's transitions, ``NextDone`` has this meaning and ``Done`` marks the start of an episode. ``Truncated`` is
+    optional.
     The entries of a dict observation become root keys.
 
     Args:

@@ -47,7 +47,7 @@ from torchrl_lightning.rollout.values import RECURRENT_KEYS, fill_values
 class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterface):
     """Buffer of one rollout ``[T, N]`` with advantages, value targets and mini-batches.
 
-    Every read computes missing advantages first. Otherwise, a TorchRL loss would estimate advantages from shuffled
+    Every read computes missing advantages first. Without advantages, a TorchRL loss would estimate them from shuffled
     samples, which gives noise.
 
     Args:
@@ -283,9 +283,9 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
         self.writer.write(rollout, copy=copy)
 
     def _without_estimates(self, data: TensorDictBase) -> TensorDictBase:
-        """Return the data without the results and computed values of an earlier estimate."""
-        # Data with computed values also has successor values and results; data with the policy's values does not. If
-        # steps are stored, the schema decides: it has results and values only if they were written with the steps.
+        """Return the data without the values and results that an earlier estimate computed."""
+        # Data with computed values also have successor values and results; the policy's values have neither. If steps
+        # are stored, the schema lists the results and values that were written with the steps.
         schema = self.storage.schema
         drop = [key for key in self._estimate_keys if data.get(key, None) is not None]
         value_keys = self._value_keys_in(data)
@@ -334,7 +334,7 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
 
     @property
     def rollout(self) -> TensorDict:
-        """A live view ``[T, N]`` of the stored rollout; mini-batches contain added entries until the next write."""
+        """A live view ``[T, N]`` of the stored rollout; mini-batches include new entries until the next write."""
         return self.storage.rollout
 
     @property

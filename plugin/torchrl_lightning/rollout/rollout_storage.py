@@ -41,8 +41,8 @@ class RolloutLayout:
 
     Attributes:
         finite: keys of the entries that must be finite: reward and values.
-        carried_keys: root keys of the entries that a step can copy from the ``"next"`` of the previous step: all except
-            rewards, flags and values.
+        carried_keys: root keys of the entries that a step can copy from ``"next"`` of the previous step. Rewards, flags
+            and values are not among them.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -216,7 +216,7 @@ class RolloutStorage(Stateful, StorageBase):
         self.finish_write(max(self.num_steps, cursor + 1 if isinstance(cursor, int) else cursor.stop))
 
     def store_bootstrap_step(self, data: TensorDictBase, row: Any, recurrent_keys: Collection[NestedKey]) -> None:
-        """Store the step after a row as bootstrap step; set its recurrent states to 0 if the episode ended."""
+        """Store the step after a row as bootstrap step; if the episode ended, set the recurrent states to 0."""
         done = data.get(DONE)[row].to(self.device, copy=True)
         bootstrap_step, next_data = TensorDict({}, done.shape[:1]), data.get(NEXT)
         for key in self.layout.carried_keys:
@@ -284,7 +284,7 @@ class RolloutStorage(Stateful, StorageBase):
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickled view would not share memory with its cells, so unpickling builds the view again with added entries.
+        # A pickled view would not share memory with its cells. So unpickling builds the view and adds its new entries.
         state = {**super().__getstate__(), "_rollout": {} if self._rollout is None else self.added()}
         if is_spawning() or self.data is None:
             return state

@@ -41,7 +41,7 @@ class RolloutWriter(Stateful, WriterBase):
 
     Args:
         time_dim: index of the time dimension; ``None`` reads the dimension names.
-        recurrent_keys: root keys of recurrent states. In the bootstrap step of an ended episode, these states are 0.
+        recurrent_keys: root keys of recurrent states. If an episode ended, its bootstrap step has zeros instead.
 
     Raises:
         ValueError: a write raises this error if the time dimension is unknown, the rollout does not fit, keys, shapes
@@ -91,8 +91,8 @@ class RolloutWriter(Stateful, WriterBase):
         cells = self.write(rollout)
         if data.ndim == 2 and time_axis(data, time_dim) == 1:
             cells = cells.unflatten(0, (rollout.shape[0], -1)).transpose(0, 1).flatten(0, 1)
-        # TorchRL's buffer writes this index to the data. If both have the same length, the buffer accepts the rows t,
-        # but fails for pairs (t, n).
+        # TorchRL's buffer writes this index to the data. If index and data have the same length, the index must be the
+        # rows t, because the buffer raises an error for pairs (t, n).
         return cells[:, 0] if cells.shape[0] == data.shape[0] else cells
 
     def prepare(self, data: TensorDictBase, time_dim: int | None, start: int) -> TensorDictBase:
@@ -144,7 +144,7 @@ class RolloutWriter(Stateful, WriterBase):
         return cells
 
     def _mark_cuts(self, rollout: TensorDictBase, storage: RolloutStorage, start: int) -> TensorDictBase:
-        """Return a rollout ``[T, N]`` with ``is_init`` also set at changes of the trajectory ids."""
+        """Return a rollout ``[T, N]`` with ``is_init`` set at each change of the trajectory id."""
         entries = entries_of(rollout)
         is_init, collector, last_ids = entries.get(IS_INIT), entries.get(COLLECTOR), None
         ids = None if collector is None else entries_of(collector).get(TRAJ_IDS[-1])

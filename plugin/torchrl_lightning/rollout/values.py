@@ -55,9 +55,8 @@ def fill_values(
 ) -> None:
     """Write the values of all steps and their successors to a time-major rollout.
 
-    ``V'[t]`` is ``V[t+1]``. The critic reads ``("next", ...)`` only for truncated and last steps. It reads these
-    successors in one separate batch or, with ``unroll``, together with the steps. The successor value of a terminated
-    step is 0.
+    ``V'[t]`` is ``V[t+1]`` within an episode. For truncated and last steps, the critic reads ``("next", ...)`` in one
+    separate batch or, with ``unroll``, together with all steps. The successor value of a terminated step is 0.
 
     Args:
         rollout: ``[T, N]``; for each root, ``root`` and ``("next", root)`` are written to it.
@@ -70,11 +69,11 @@ def fill_values(
 
     Raises:
         RuntimeError: values are missing and no critic is given.
-        KeyError: the critic does not write ``root``, or reads an entry that a successor state lacks.
+        KeyError: the critic does not write ``root``, or a successor state lacks an entry that the critic reads.
         ValueError: the critic returned NaN or infinite values.
     """
     missing: list[NestedKey] = []
-    missing_next: dict[NestedKey, bool] = {}  # keys with missing successor values; True for episodic returns
+    missing_next: dict[NestedKey, bool] = {}  # key without successor values: True for episodic returns
     for root, episodic in roots.items():
         keys = value_keys(rollout, critic, root)
         if not keys and critic is None:
@@ -107,7 +106,7 @@ def fill_values(
 
 
 def _bootstrap_mask(rollout: TensorDictBase, missing_next: Mapping[NestedKey, bool]) -> Tensor:
-    """Return a mask ``[T, N]`` of the truncated and last steps: the critic must evaluate their successors."""
+    """Return a mask ``[T, N]`` of the truncated and last steps. The critic evaluates their successors."""
     steps, envs = rollout.shape
     mask = torch.zeros(steps, envs, dtype=torch.bool, device=rollout.get(TERMINATED).device)
     if True in missing_next.values():
@@ -159,8 +158,8 @@ def run_on_sequences(
     """Run a recurrent module over the sequence of each environment, including the successors in ``bootstrap_mask``.
 
     Each sequence begins with the first stored state. A successor is inserted after its step, so that the module reads
-    the successor with the state of all earlier steps. Later steps stay unaffected, because a new episode begins after
-    the successor or the rollout ends.
+    the successor with the state of all earlier steps. Later steps do not read this state, because a new episode begins
+    after the successor or the rollout ends.
 
     Returns:
         The results of the steps ``[T, N]``, and of the successors in the order of ``bootstrap_mask.nonzero()``.

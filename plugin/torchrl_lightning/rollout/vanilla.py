@@ -49,8 +49,8 @@ class VanillaOnPolicyBuffer(RolloutBuffer):
         value_key: key of the values, or parent key for several critics.
         advantage_key: key of the advantages.
         value_target_key: key of the value targets.
-        frame_stack: frames stacked along the channels of an observation; ``None`` uses the number in ``envs``, or 1 if
-            ``envs`` does not have a number.
+        frame_stack: number of frames along the channels of an observation; ``None`` uses the number in ``envs``, or 1
+            if ``envs`` does not have a number.
         num_envs: number of environments; ``None`` uses the number in ``envs`` or in the first write.
         time_dim: time dimension of a written rollout; ``None`` reads the dimension names.
         recurrent: True for mini-batches of whole environments; ``None`` means True if a recurrent state is stored.
@@ -127,7 +127,7 @@ class VanillaOnPolicyBuffer(RolloutBuffer):
             rewards: ``[T, N, 1]``, or ``[T + 1, N, 1]`` with an unused last row.
             returns: output ``[T, N, 1]`` or ``[T + 1, N, 1]``, or ``None``; a dict for several critics.
             values: ``[T + 1, N, 1]`` with the bootstrap value in the last row; a dict for several critics.
-            dones: terminated flags of the steps, ``[T, N, 1]``; with ``T + 1`` rows, row ``t + 1`` belongs to step
+            dones: terminated flags of the steps, ``[T, N, 1]``. In ``[T + 1, N, 1]``, row ``t + 1`` belongs to step
                 ``t``.
             gamma: discount.
             truncated: truncated flags, in the same layout as ``dones``.

@@ -31,7 +31,7 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
     with log-probabilities and values of the current actor and critic.
 
     Args:
-        size: see :class:`VanillaOnPolicyBuffer`, also for ``device``, ``actor``, ``algorithm`` and ``envs``.
+        size: see :class:`VanillaOnPolicyBuffer`, as for ``device``, ``actor``, ``algorithm`` and ``envs``.
         lmbda: λ.
         clip_rho_thres: ρ̄.
         clip_c_thres: c̄.
