@@ -25,24 +25,24 @@ class AsynchronousCollector(WorkersCollector):
     Each worker runs a :class:`GymnasiumCollector` with a copy of the policy. Before each rollout the worker loads the
     latest weights from :meth:`update_policy_weights_` and marks the rollout with their version. The lag is
     ``policy_version - batch["collector", "policy_version"]``. Batches come from the workers in turn. A worker has at
-    most ``rollouts_in_flight`` rollouts that are begun but not yet yielded. With one publication per batch, the lag is
-    therefore at most ``num_workers * rollouts_in_flight``.
+    most ``rollouts_in_flight`` rollouts that are begun but not yet yielded. If weights are published once per batch,
+    the lag is therefore at most ``num_workers * rollouts_in_flight``.
 
-    Processes start with the first batch by ``spawn``, so a script needs ``if __name__ == "__main__":``. They ignore
-    Ctrl-C and end with this process. Each batch ``[N, T]`` named ``(None, "time")`` comes from one worker.
+    The workers start with the first batch by ``spawn``, so a script needs ``if __name__ == "__main__":``. The workers
+    ignore Ctrl-C and end with this process. Each batch ``[N, T]`` named ``(None, "time")`` comes from one worker.
     ``batch["collector", "env_ids"]`` numbers the environments of all workers: ``num_envs * worker + i``. Resuming is
     not exact: rollouts in flight are lost, and every worker resets its environments and its replay.
 
     With ``replay``, each worker draws from its copy of the replay with its own seed. Workers therefore do not wait for
-    each other, and the draws do not depend on the speed of the workers. The collector sends changes of the replay to
-    the workers with each publication of weights and with each request for a batch. It omits steps that a worker already
-    has. Rollouts that begin afterwards use the changed replay.
+    each other, and the draws do not depend on the speed of the workers. Whenever the collector publishes weights or
+    requests a batch, it also sends changes of the replay to the workers. Steps that a worker already has are not sent
+    again. Rollouts that begin afterwards use the changed replay.
 
     Args:
         env: An id, or a picklable factory of one environment.
         num_workers: Number of processes.
         num_envs: Number of environments in each process.
-        frames_per_batch: Steps per batch over the environments of one worker; a multiple of ``num_envs``.
+        frames_per_batch: Steps per batch, summed over the environments of one worker; a multiple of ``num_envs``.
         seed: Base seed; :func:`~torchrl_lightning.collectors.spawn_seed` derives the seed of each worker's collector.
             ``None`` draws the base seed from torch's global generator.
         rollouts_in_flight: Maximum number of rollouts per worker that are begun but not yet yielded.
@@ -59,7 +59,8 @@ class AsynchronousCollector(WorkersCollector):
         ValueError: Sizes do not fit, or the id is unknown.
         TypeError: The environment or policy cannot be pickled.
         RuntimeError: A worker failed (its traceback is in the message) or died.
-        EnvironmentFault: An environment in a worker raised an error or returned invalid values; also a RuntimeError.
+        EnvironmentFault: An environment in a worker raised an error or returned invalid values. The fault is
+            also a RuntimeError.
 
     Source:
         Espeholt et al. (2018), IMPALA, https://arxiv.org/abs/1802.01561
@@ -145,7 +146,7 @@ class AsynchronousCollector(WorkersCollector):
             end()
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End all workers; repeated calls are allowed. Only ``raise_on_error`` has an effect."""
+        """End all workers; repeated calls are allowed. All arguments except ``raise_on_error`` are ignored."""
         self.closed = True
         try:
             self._stop()

@@ -34,7 +34,7 @@ RECURRENT_STATES = Attribute(
     to_saved=_by_dotted_name,
     exists_if="_has_replay",
 )
-"""State entry: recurrent states of environments in a replay."""
+"""Entry of the saved state: recurrent states of the environments that replay recorded steps."""
 
 
 def check_random_frames(value: Any, policy: object) -> int:
@@ -57,7 +57,7 @@ def check_exploration(policy: object, exploration_type: ExplorationType | None, 
 
 
 def check_replay(replay: ReplaySource | None, num_envs: int, owner: str) -> None:
-    """Validate that a replay has the number of environments of its owner, ``num_envs``."""
+    """Validate that the number of environments of a replay equals ``num_envs``."""
     playing = getattr(replay, "playing", None)  # a plain function can also be a replay
     if playing is not None and len(playing) != num_envs:
         raise ValueError(
@@ -162,7 +162,7 @@ class CollectorBase(Stateful, StartsProcesses):
         raise NotImplementedError
 
     def update_policy_weights_(self, policy_or_weights: object = None) -> None:
-        """Copy weights into the policy; without an argument do nothing, because the collector uses the policy itself.
+        """Copy weights into the policy. Without an argument do nothing: the collector calls the policy object itself.
 
         Args:
             policy_or_weights: A module, a state dict, or a TensorDict of parameters.

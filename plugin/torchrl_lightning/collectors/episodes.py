@@ -68,7 +68,7 @@ def play_episodes(
         num_envs: Number of parallel environments; ``None`` means one per episode, at most 32. A ready environment and a
             batched TorchRL environment keep their own number.
         seed: Base seed; :func:`~torchrl_lightning.collectors.spawn_seed` derives the seeds of environments and policy.
-            These seeds differ from the seeds of a collector with the same base seed. With ``None`` they are random.
+            These seeds differ from the seeds of a collector with the same base seed. ``None`` means random seeds.
         deterministic: Take the mode of the policy's distribution; False draws a sample.
         clip_actions: Clip the actions to their Box before the environment receives them. For a policy from
             :func:`~torchrl_lightning.load_policy`, actions are also clipped if the collector of its run clipped them.

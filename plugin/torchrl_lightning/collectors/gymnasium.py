@@ -46,8 +46,8 @@ class GymnasiumCollector(CollectorBase):
     During a rollout the policy is in evaluation mode; afterwards its submodules have their previous modes again. The
     policy draws from a separate random stream, derived from ``seed`` and the batch number. torch's global generators
     stay unchanged. With ``reset_at_each_batch=True``, a restored collector therefore repeats the original run exactly.
-    Otherwise episodes continue across batches, the inner state of an environment cannot be restored, and the first
-    batch after ``load_state_dict`` begins with a reset.
+    Otherwise episodes continue across batches. The inner state of an environment cannot be restored, so the first batch
+    after ``load_state_dict`` begins with a reset.
 
     Environments may reuse and change all objects that they return, and may change and keep the actions. If a ready
     vector environment has a list ``envs``, the collector replaces ``step`` in these environments, to copy the last step
@@ -61,37 +61,37 @@ class GymnasiumCollector(CollectorBase):
             as a dict, the collector calls this method instead, which halves the time of a small network. MLPs of this
             package are compiled.
         num_envs: Number of environments; ``None`` means one, or the number of a ready vector environment.
-        frames_per_batch: Steps per batch over all environments; a multiple of ``num_envs``.
+        frames_per_batch: Steps per batch, summed over all environments; a multiple of ``num_envs``.
         total_frames: Stop iteration after this number of steps, including replayed steps; -1 means no limit.
         seed: Base seed; :func:`~torchrl_lightning.collectors.spawn_seed` derives the seeds of environments and policy.
             ``None`` draws the base seed from torch's global generator.
         reset_at_each_batch: Begin every batch with seeded resets.
-        init_random_frames: Draw random actions for this number of frames (in whole batches); all other policy outputs
-            are zero in these batches.
+        init_random_frames: Draw random actions in whole batches until this number of frames is reached; all other
+            policy outputs are zero in these batches.
         exploration_type: TorchRL's exploration type of the policy.
         device: Device of the policy's inputs and of the batches. With ``None``, inputs are on the device of the
             policy's parameters, and batches are on the CPU.
         storing_device: Device of the batches; ``None`` means ``device``.
         return_same_td: Yield the same memory each time; not allowed if batches are copied to a device.
         clip_actions: Clip the actions to their Box before the environment receives them; stored actions are not
-            clipped. The evaluation of the run also clips, and policies that are loaded or exported from its
-            checkpoints.
+            clipped. The evaluation of the run also clips actions, and so do policies that are loaded or exported from
+            its checkpoints.
         replay: A :class:`~torchrl_lightning.collectors.ReplaySource`, which replays recorded steps in some
             environments. Batches then contain the mask of these steps in ``("demo", "mask")`` and the number of the
             recording (-1 without a replay) in ``("demo", "serial")``, both ``[N, T, 1]``. An environment pauses during
             a replay if :func:`make_vector_env` builds it with ``vectorization="sync"``. Other environments keep
-            stepping and are reset at the end of a replay. Their vector environment must then accept
+            stepping during a replay and are reset at its end, so the vector environment must accept
             ``options={"reset_mask": mask}``.
 
     ``vectorization``, ``env_kwargs`` and ``wrappers`` are arguments of :func:`make_vector_env`.
 
     Raises:
-        ValueError: Sizes do not fit, a setting has no effect with the others, the id is unknown, or actions are NaN.
-            The environment does not report resets in mode ``NEXT_STEP``, or returns values that are not finite or
-            outside its spaces.
+        ValueError: Sizes do not fit, a setting has no effect in combination with the others, the id is unknown, or
+            actions are NaN. The environment does not report resets in mode ``NEXT_STEP``, or returns values that are
+            not finite or outside its spaces.
         TypeError: The environment or policy has an unsupported type, or a space has no TorchRL spec.
         KeyError: The policy writes no ``action``.
-        RuntimeError: A replay needs to reset single environments, and the environment does not support this.
+        RuntimeError: A replay must reset single environments, but the vector environment does not support this.
 
     Examples:
         >>> collector = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=8, total_frames=16, seed=0)
@@ -160,7 +160,7 @@ class GymnasiumCollector(CollectorBase):
         self._static_seed = False
         self._loop: RolloutLoop | None = None
         self._evaluation = EvaluationMode(policy)
-        # One lookup is enough: moving a module keeps its parameter objects.
+        # Look up a parameter only once, because moving a module to another device keeps its parameter objects.
         self._parameter = next(policy.parameters(), None) if isinstance(policy, nn.Module) else None
         self._memory: RolloutMemory | None = None  # reused by several rollouts
         self._ids: Array = np.arange(self.num_envs)  # ids of the running trajectories
@@ -285,13 +285,13 @@ class GymnasiumCollector(CollectorBase):
         self._restored_states = states
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the environments (equally if ``static_seed``), reset at the next batch, and return the last seed."""
+        """Seed and reset the environments at the next batch (equally if ``static_seed``), and return the last seed."""
         self.seed, self._static_seed = check_seed(seed), static_seed
         self._batches, self._needs_reset = 0, True
         return self._reset_seeds()[-1]
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Close the environment; repeated calls are allowed. ``timeout`` has no effect."""
+        """Close the environment; repeated calls are allowed. ``timeout`` is ignored."""
         if self.closed:
             return
         self.closed = True

@@ -97,8 +97,8 @@ class WorkerTask:
 def run_worker(task: WorkerTask, weights: SharedWeights, connection: Connection) -> None:
     """Collect rollouts into shared memory until the parent closes the connection or sends ``None``.
 
-    Messages to the parent: ``("slots", [TensorDict])`` once, then ``("rollout", slot)`` for each rollout, or
-    ``("fault", EnvironmentFault)``, or ``("error", text)``. The parent sends the index of a released slot, a byte
+    The worker sends ``("slots", [TensorDict])`` once, then ``("rollout", slot)`` for each rollout. After an error it
+    sends ``("fault", EnvironmentFault)`` or ``("error", text)``. The parent sends the index of a released slot, a byte
     tensor with pickled replay changes, or ``None`` to end the worker.
     """
     end_with_parent(task.parent, task.by_signal)

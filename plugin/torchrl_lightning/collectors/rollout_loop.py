@@ -83,7 +83,8 @@ class RolloutLoop:
     def reset(self, seeds: list[int] | None, resumed: Mapping[NestedKey, Tensor] | None = None) -> Array:
         """Begin an episode in every environment, and return the mask of the new episodes.
 
-        In a resumed run, environments in a replay continue the replay with the recurrent states ``resumed``.
+        If ``resumed`` is given, running replays continue, and ``resumed`` has the recurrent states of their
+        environments.
         """
         for source, target in zip(self.stepper.reset(seeds), self._observations, strict=True):
             np.copyto(target, source)
@@ -422,7 +423,7 @@ class RolloutMemory:
     def check(self, first_step: int = 0) -> None:
         """Check the rollout; raise EnvironmentFault if a value is not finite or too large."""
         for flat, limit in self._norm_checks:
-            # This test is the fastest for few numbers. The square of a finite number can overflow, so check again.
+            # A dot product is the fastest test of few numbers. It can overflow for finite ones, so check each number.
             if not flat.dot(flat) < limit:
                 self.check_part(self.steps, first_step)
 

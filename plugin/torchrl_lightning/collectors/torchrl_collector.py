@@ -59,12 +59,12 @@ class TorchRLCollector(CollectorBase):
     Args:
         env: The environment; :func:`make_environment` builds and checks one from a factory.
         policy: Reads a TensorDict ``[N]`` and writes ``action``; ``None`` draws random actions.
-        frames_per_batch: Steps per batch over all environments; a multiple of the number of environments.
+        frames_per_batch: Steps per batch, summed over all environments; a multiple of the number of environments.
         total_frames: Stop iteration after this number of steps, including replayed steps; -1 means no limit.
         seed: Base seed of environment and policy; ``None`` draws it from torch's global generator.
         reset_at_each_batch: Begin every batch with a seeded reset.
-        init_random_frames: Draw random actions for this number of frames (in whole batches); all other policy outputs
-            are zero in these batches.
+        init_random_frames: Draw random actions in whole batches until this number of frames is reached; all other
+            policy outputs are zero in these batches.
 
     Batches are on the environment's device. The environment may reuse and change its inputs and outputs, because the
     collector replaces its ``_step`` and ``_reset`` with versions that copy both.
@@ -130,7 +130,7 @@ class TorchRLCollector(CollectorBase):
         self._next_states = {join((), next_key(key)): state for key, state in self._initial.items()}
         self._has_replay = any(True for _ in replay_transforms(env))
         self._continue_episodes = ContinueEpisodes()
-        # Mask of the ended episodes, and the recurrent states, after the last batch.
+        # State after the previous batch: mask of the ended episodes, and recurrent states.
         self._ended = torch.ones(self.num_envs, dtype=torch.bool)
         self._states = self._initial
 
@@ -293,7 +293,7 @@ class TorchRLCollector(CollectorBase):
         return self.seed
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Close the environment and its processes; repeated calls are allowed. ``timeout`` has no effect."""
+        """Close the environment and its processes; repeated calls are allowed. ``timeout`` is ignored."""
         if self.closed:
             return
         self.closed = True

@@ -76,7 +76,7 @@ class VectorStepper:
     def reset(self, seeds: list[int] | None) -> list[Array]:
         """Start an episode in every environment.
 
-        If the environment rejects a list of seeds, it gets the first seed.
+        An environment that rejects a list of seeds gets only the first seed.
         """
         position.environment = None
         try:
@@ -90,8 +90,8 @@ class VectorStepper:
     def step(self, action: Array, paused: Array | None = None) -> tuple[list[Array], Array, Array, Array, Any]:
         """Step all environments except ``paused``; return observations, rewards, terminated, truncated and info.
 
-        Actions have the format of ``actions.to_environment``. If the vector environment cannot pause some environments,
-        they take an arbitrary valid action; ignore their results.
+        Actions have the format of ``actions.to_environment``. If the vector environment cannot pause environments, the
+        paused ones take an arbitrary valid action; ignore their results.
         """
         position.environment = None
         try:
@@ -156,7 +156,7 @@ class VectorStepper:
         return leaves, finals
 
     def _guard_calls(self) -> None:
-        """Guard the calls of the single environments of a ready vector environment, if it has a list ``envs``."""
+        """Guard each environment in the list ``envs`` of the vector environment, if this list exists."""
         envs = getattr(self.env.unwrapped, "envs", None)
         for index, env in enumerate(envs if isinstance(envs, list | tuple) else ()):
             if isinstance(env, gymnasium.Env):
@@ -186,7 +186,7 @@ class VectorStepper:
     def successes(self, info: dict[str, Any]) -> Array | None:
         """Return the mask ``[N]`` of successes at the episode ends of this step; None if no environment reports it.
 
-        If an environment reports several values, all must be true.
+        An environment that reports several values is successful only if all are true.
         """
         final = entry_of(info, "final_info") if self.mode is AutoresetMode.SAME_STEP else info
         if isinstance(final, list | tuple | np.ndarray):  # one dict or None for each environment
@@ -218,9 +218,9 @@ class VectorStepper:
         return returned[0]
 
     def reset_some(self, ended: Array, leaves: list[Array]) -> list[Array]:
-        """Reset the environments of the mask ``ended`` (``[N]``), and return the new observations of all environments.
+        """Reset the environments where ``ended`` ``[N]`` is true, and return the new observations of all environments.
 
-        ``leaves`` are the current observations. Raise RuntimeError if the environment cannot reset only these.
+        ``leaves`` are the current observations. Raise RuntimeError if a reset of single environments is not supported.
         """
         # One successful check is enough; later resets skip the comparison.
         unaffected = [] if self._can_reset_some else [leaf[~ended] for leaf in leaves]

@@ -1,4 +1,4 @@
-"""Base class of collectors with workers, and the worker itself."""
+"""Base class of collectors with workers, and the class of a worker."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Worker:
                 set_worker(index, count)
         self.collector = GymnasiumCollector(env, self.policy, **kwargs)
         frames = num_begun * self.collector.frames_per_batch
-        # A rollout begins at most as many trajectories as it has frames and environments.
+        # A rollout begins at most one trajectory for each frame, and one for each environment.
         counters = {
             "batches": num_begun,
             "frames": frames,

@@ -22,8 +22,8 @@ from torchrl_lightning.kernels.compiled import jitted
 Array = NDArray[Any]
 
 ROUNDING = 1e-5
-"""Largest excess over a bound that counts as rounding, relative to the larger bound; networks compute in float32."""
-HALF_ROUNDING = 2e-2  # for 16-bit numbers
+"""Largest excess over a bound that counts as float32 rounding of a network, relative to the larger bound."""
+HALF_ROUNDING = 2e-2  # the same for 16-bit numbers
 _HALF = frozenset({np.dtype(np.float16), torch.float16, torch.bfloat16})
 _LARGE = float(2**62)  # floating-point numbers up to this size fit int64
 
@@ -255,7 +255,7 @@ class ActionFormat:
         fits_bounds = fits_bounds and dtype in numpy_to_torch_dtype_dict and (low is None) == (high is None)
         if not fits_spec or not fits_bounds:
             raise ValueError(f"actions must fit {spec}, got shape {shape} and dtype {dtype}")
-        clip = bool(state.get("clip", False))  # files of earlier releases lack it
+        clip = bool(state.get("clip", False))  # missing in files of earlier releases
         return cls(shape, dtype, start, low, high, tuple(spec.shape), clip)
 
 
@@ -264,7 +264,7 @@ def _is_floating(action: Any) -> bool:
 
 
 def _within(xp: Any, action: Any, low: Any, high: Any, tolerant_low: Any, tolerant_high: Any) -> Any:
-    """Return actions that are clipped to their bounds; keep those below ``tolerant_low`` or above ``tolerant_high``."""
+    """Clip actions to their bounds, except actions below ``tolerant_low`` or above ``tolerant_high``."""
     clipped = xp.minimum(xp.maximum(action, low), high)
     return xp.where((action >= tolerant_low) & (action <= tolerant_high), clipped, action)
 
@@ -273,11 +273,11 @@ _TOLERANCES = ((False, ROUNDING), (True, HALF_ROUNDING))
 
 
 def check_clipping(form: ActionFormat, actions: object) -> None:
-    """Validate that only actions of a Box are clipped; raise ValueError if other actions are.
+    """Raise ValueError if a format clips actions that are not from a Box.
 
     Args:
         form: The format of the actions.
-        actions: The space or spec of the actions, for the message.
+        actions: The space or spec of the actions, for the error message.
     """
     if form.clip and not form.is_box:
         raise ValueError(f"clip_actions must be False for actions without a Box, got True for {actions}. Leave it out.")

@@ -45,7 +45,7 @@ class AutocastModule(TensorDictModuleBase):
             action = outputs.get(ACTION)
             get_dist = getattr(self, "get_dist", None)
             if action is not None and action.dtype in HALF and LOG_PROB in outputs and get_dist is not None:
-                # The learner evaluates the stored action, and its dtype sets the precision of the distribution.
+                # Like the learner, evaluate the stored action: its dtype sets the precision of the distribution.
                 written[LOG_PROB] = to_single(get_dist(step.copy()).log_prob(written[ACTION]))
         return written
 

@@ -44,8 +44,7 @@ position = Position()
 class EnvironmentFault(UserError):
     """An environment violated its interface; the message is one line with the environment's number and a remedy.
 
-    If the environment raised an exception, it becomes the cause. Its traceback contains only frames of the
-    environment's code.
+    An exception of the environment becomes the cause; its traceback contains only frames of the environment's code.
     """
 
     def with_prefix(self, prefix: str) -> Self:
@@ -97,7 +96,7 @@ step: not enough values to unpack (expected 5, got 3); expected (observation, re
 Fix its step.
     """
     if isinstance(error, UserError) or (isinstance(error, SystemExit) and type(error) is not SystemExit):
-        return  # already reported, or must end the process after SIGTERM
+        return  # the error is already reported, or must end the process after SIGTERM
     trace, innermost = error.__traceback__, [frame for frame, _ in walk_tb(error.__traceback__)][-1]
     if (call == "make" and not isinstance(error, TimeoutError)) and (
         isinstance(error, ImportError | gymnasium.error.Error)

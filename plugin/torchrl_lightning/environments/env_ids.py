@@ -1,4 +1,4 @@
-"""Track the environment of each rollout row across workers, and the cuts of episodes."""
+"""Track the environment of each rollout row across workers, and find cut episodes."""
 
 from __future__ import annotations
 
@@ -110,7 +110,8 @@ class TrajectorySplitter:
             rings: the environments of the rows, ``[N]``; None for all environments in order.
 
         Returns:
-            ``(begin, end, environments)`` of each part. In these environments a trajectory is cut before the part.
+            ``(begin, end, environments)`` of each part. ``environments`` lists the environments with a trajectory that
+            is cut before the part.
         """
         (width, length), traj_ids = rollout.shape, rollout.get(TRAJ_IDS, None)
         envs = list(range(width)) if rings is None else rings.tolist()
@@ -137,13 +138,13 @@ class TrajectorySplitter:
 
 
 def env_ids(rollout: TensorDictBase, time_dim: int = 1) -> Tensor | None:
-    """Return the environment of each row of a rollout, ``[N]``; None if all are in order, without ``env_ids``."""
+    """Return the environment of each row of a rollout, ``[N]``; None without ``env_ids``: all are in order."""
     ids: Tensor | None = rollout.get(ENV_IDS, None)
     return None if ids is None else ids.select(time_dim, 0).cpu()
 
 
 def ring_ids(rollout: TensorDictBase, num_envs: int) -> Tensor | None:
-    """Return the ring of each row of a rollout ``[N, T]``, a number below ``num_envs``; None for all rings in order.
+    """Return the ring of each row of a rollout ``[N, T]``, a number below ``num_envs``; None means all in order.
 
     Raises:
         ValueError: the environment of a row is unknown, or its number is not below ``num_envs``.

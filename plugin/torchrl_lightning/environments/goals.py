@@ -90,7 +90,7 @@ def _single(source: Any) -> Any:
 
 
 class GoalReward(gym.Wrapper[Any, Any, Any, Any]):
-    """Return reward 1 for a step that terminates the episode, and 0 for all others, including truncation.
+    """Return reward 1 for a step that terminates the episode, and 0 for all other steps, including truncations.
 
     This suits environments that terminate only at their goal, such as ``MountainCar-v0``.
 

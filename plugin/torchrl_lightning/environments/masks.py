@@ -53,7 +53,7 @@ class ActionMask:
         return choices.reshape(*mask.shape[:-1], *self.shape).to(self.dtype)
 
     def nonempty_mask(self, mask: Tensor) -> Tensor:
-        """Return masks ``[*B, A]``; a choice without an allowed action becomes all true."""
+        """Return masks ``[*B, A]``; the mask of a choice without an allowed action becomes all true."""
         return torch.cat([nonempty_mask(part) for part in mask.split(self.sizes, -1)], -1).to(mask.dtype)
 
     def check(self, mask: Tensor) -> None:

@@ -40,7 +40,7 @@ def magnitude_limits(policy: object, observation: Composite) -> dict[NestedKey, 
 
 
 def expected_magnitude(limit: float) -> str:
-    """Return the expected range and the remedy for the error message about a number beyond its limit.
+    """Return the expected range and the remedy, for an error message about a number beyond its limit.
 
     Args:
         limit: The largest magnitude.

@@ -33,9 +33,9 @@ def fast_call(policy: object) -> Callable[[TensorDictBase], Outputs] | None:
     """Return a policy's ``compute_step``; None if it is missing, or would bypass a hook or an overridden ``forward``.
 
     ``compute_step(step)`` returns the policy's outputs for ``step`` ``[N]``, including ``("next", state)`` of recurrent
-    states, and writes nothing. The actions depend on ``exploration_type()``. This saves TensorDict's dispatch, which
-    takes half of a small network's time. The next step overwrites the entries of ``step``, so copy the entries that you
-    keep.
+    states, and writes nothing. The actions depend on ``exploration_type()``. A direct call avoids TensorDict's
+    dispatch, which takes half of a small network's time. The next step overwrites the entries of ``step``, so copy the
+    entries that you keep.
     """
     if isinstance(policy, nn.Module) and any(forward_hooks(policy)):
         return None
@@ -106,7 +106,7 @@ def expand_mask(rows: Tensor, value: Tensor) -> Tensor:
 
 
 def recurrent_primers(policy: object) -> list[TensorDictPrimer]:
-    """Return the primers of the recurrent states of the policy's submodules; float64 for a float64 policy."""
+    """Return the primers for recurrent states of the policy's submodules; they are float64 for a float64 policy."""
     if not isinstance(policy, nn.Module):
         return []
     primers = get_primers_from_module(policy, warn=False)
@@ -127,8 +127,8 @@ def is_float64(policy: object) -> bool:
 def apply_policy(policy: Policy, step: TensorDictBase, device: torch.device, form: ActionFormat) -> TensorDictBase:
     """Call the policy on its device and write its outputs into a step of a TorchRL environment.
 
-    An action that exceeds its bound by rounding is set to the bound. If ``form`` clips, every other action outside its
-    bounds is also set to the bound.
+    If ``form.clip`` is true, all actions are clipped to their bounds. Otherwise only an action that exceeds its bound
+    by rounding is set to the bound.
 
     Raises:
         KeyError: The policy writes no action.

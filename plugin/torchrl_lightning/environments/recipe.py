@@ -29,7 +29,7 @@ Wrapper = Callable[[Environment], Environment]
 
 
 def _check_target(part: Any, argument: str) -> Any:
-    """Return a callable, or the mapping that names one; raise ValueError if Hydra refuses to call it."""
+    """Return a callable, or the mapping with its name; raise ValueError if Hydra refuses to call the target."""
     if callable(part):
         return part
     if not isinstance(part, Mapping) or not isinstance(part.get("_target_"), str):
@@ -95,7 +95,7 @@ Names = Annotated[Sequence[str], _to_names]
 
 
 class EnvironmentRecipe(Settings, ConfigSafe):
-    """Make an environment from an id or a factory, and settings.
+    """Make an environment from settings and an id or a factory.
 
     Recipes can be pickled, and compared by their ``repr``.
 
@@ -115,8 +115,8 @@ class EnvironmentRecipe(Settings, ConfigSafe):
         keep: entries of a Dict observation to keep; all if None.
         drop: entries to remove from a Dict observation.
         rename: new names for entries of a Dict observation. Names of a run's own entries, such as ``reward``, are
-            reserved. TorchRL's specs cannot store some other names, such as ``shape``. Write the path of an entry of a
-            nested Dict: ``{arm.shape: form}``. ``wrappers``, ``keep`` and ``drop`` use the old names.
+            reserved. TorchRL's specs cannot store some other names, such as ``shape``. Name an entry of a nested Dict
+            by its path: ``{arm.shape: form}``. ``wrappers``, ``keep`` and ``drop`` use the old names.
         observe: indices into a flat observation; the selected numbers keep this order. All numbers if None.
         flatten: flatten the observation into one vector.
         frame_stack: number of images to stack along their channels, the newest last.
@@ -137,8 +137,8 @@ class EnvironmentRecipe(Settings, ConfigSafe):
             limit does not apply to code that blocks all other Python threads of the process that steps the environment.
 
     Raises:
-        ValueError: a number is out of range, or a target is unknown. A call of the recipe raises it if a setting does
-            not fit the environment.
+        ValueError: a number is out of range, or a target is unknown. Calling the recipe raises this error if a setting
+            does not fit the environment.
         TypeError: ``id`` or a wrapper has the wrong type.
 
     Examples:
@@ -278,7 +278,7 @@ class EnvironmentRecipe(Settings, ConfigSafe):
 
 
 def _check_limit(env: Environment, limit: int) -> None:
-    """Validate that episodes of an environment can reach a limit; raise ValueError if its own limit is smaller."""
+    """Validate that episodes can reach a limit; raise ValueError if the environment's own limit is smaller."""
     env_limit = None if env.spec is None else env.spec.max_episode_steps
     if env_limit is not None and env_limit < limit:
         raise ValueError(

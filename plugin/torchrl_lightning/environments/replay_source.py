@@ -62,7 +62,7 @@ class ReplaySource(Protocol):
 
         Args:
             starts: True for environments that begin an episode, ``[N]`` bool. Earlier replays in these environments
-                have ended, also if the collector has reset all environments.
+                have ended by themselves or by a reset.
 
         Returns:
             The replayed rows; None if no environment replays.

@@ -13,7 +13,7 @@ _INT31 = 0x7FFFFFFF  # some environments pass their seed to C libraries that acc
 
 
 def spawn_seeds(seed: int, *path: str | int, count: int) -> list[int]:
-    """Derive the seeds of ``count`` equal parts, such as environments; the first seeds do not depend on ``count``.
+    """Derive the seeds of ``count`` similar parts, such as environments; the first seeds do not depend on ``count``.
 
     The arguments and errors are the same as in :func:`spawn_seed`.
 
@@ -29,7 +29,7 @@ def spawn_seeds(seed: int, *path: str | int, count: int) -> list[int]:
 
 
 def numbered_seed(seed: int, number: int) -> int:
-    """Derive the seed of one of many equal parts, such as the steps of a run, in a microsecond (SplitMix64)."""
+    """Derive the seed of a numbered part, such as a step of a run. SplitMix64 takes only a microsecond."""
     mixed = (seed + (number + 1) * 0x9E3779B97F4A7C15) & _INT64
     mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & _INT64
     mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & _INT64
@@ -39,7 +39,7 @@ def numbered_seed(seed: int, number: int) -> int:
 def spawn_seed(seed: int, *path: str | int) -> int:
     """Derive the seed of one part of a run from the run's seed.
 
-    Neighbouring seeds, ranks or numbers give unrelated seeds. Sums such as seed + rank would give equal seeds.
+    Neighbouring seeds, ranks or numbers give unrelated seeds. Sums such as seed + rank would coincide.
 
     Args:
         seed: Seed of the run, or of the part at the start of the path.

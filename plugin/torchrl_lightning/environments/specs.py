@@ -262,7 +262,7 @@ def unwrap_transforms(env: EnvBase) -> Iterator[tuple[EnvBase, list[Transform]]]
         with unwrap_transforms(env.base_env) as (base, applied):
             yield base, [*applied, *flatten_transform(env.transform)]
     elif isinstance(env, BatchedEnvBase):
-        # The environments of the batch may be in other processes.
+        # The environments of the batch may be in other processes, so build one here.
         env_copy = env.create_env_fn[0](**env.create_env_kwargs[0])
         record_num_threads(env_copy)
         try:

@@ -28,8 +28,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
     """Copies of an EnvPool environment in mode ``SAME_STEP``; a reset can be limited to some copies.
 
     EnvPool accepts seeds only when it makes the copies. The first full reset makes them, and each full reset with
-    seeds makes them again. An episode that terminates exactly at its time limit is only marked as truncated, because
-    EnvPool does not report more.
+    seeds makes them again. If an episode terminates exactly at its time limit, EnvPool reports only the truncation.
 
     Args:
         task: EnvPool's id.

@@ -98,7 +98,7 @@ class BatchVectorEnv(VectorEnv[Any, Any, Any]):
     def _reset_copies(self, mask: Tensor) -> None:
         """Reset the copies in ``mask``, ``[N, 1]``, and keep the state of the others."""
         inputs = new_tensordict({**self._state, "_reset": mask.clone()}, self.env.batch_size)
-        previous = _clone_entries(self._state)  # the environment may reset all copies in the same memory
+        previous = _clone_entries(self._state)  # the reset may overwrite the state's memory
         initial = entries_of(self.env._reset(inputs))
         merged = {name: _merge_rows(mask, value, previous[name]) for name, value in initial.items() if name != "_reset"}
         flags = {name: previous[name] & ~mask for name in FLAGS if name in previous}

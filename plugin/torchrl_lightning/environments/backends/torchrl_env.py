@@ -134,7 +134,7 @@ def copy_calls(env: EnvBase, index: int | None = None) -> None:
     the rollout is complete, and TorchRL's transforms keep some tensors until the next step. Environments in processes
     that already run are not changed.
 
-    Each call also sets :data:`position` to the number of the environment, ``index``, for error messages.
+    Each call also sets :data:`position` to the environment's number ``index``, for error messages.
     """
     base = env
     while isinstance(base, TransformedEnv):

@@ -55,8 +55,8 @@ def make_vector_env(
 
     Raises:
         ImportError: A package that the environment needs is not installed.
-        ValueError: An unknown id, a number of environments that does not fit, or an autoreset mode that would mix
-            reset observations into the data.
+        ValueError: The id is unknown, the number of environments does not fit, or the autoreset mode would mix reset
+            observations into the data.
         TypeError: ``env`` is not an id, a factory or a vector environment.
 
     Source:

@@ -127,7 +127,7 @@ class _Watchdog:
             self._has_thread = True
             threading.Thread(target=self._run, name="environment-watchdog", daemon=True).start()
         if sys.platform != "win32" and is_main_thread() and signal.getsignal(signal.SIGURG) != self._interrupt:
-            # The first environment may be built in another thread, and a Trainer restores earlier signal handlers.
+            # The handler is missing if another thread built the first environment, or a Trainer restored the old one.
             signal.signal(signal.SIGURG, self._interrupt)  # ignored by default
             self._main = get_ident()
             observer.add(self._note)  # Lightning can still set its handler for SIGTERM

@@ -128,7 +128,7 @@ class WorkerVectorEnv(AsyncVectorEnv):
     def __init__(self, factories: Sequence[Factory], step_timeout: float | None = None) -> None:
         # Each process limits its own calls. This longer limit applies if a process cannot end its call.
         self._wait_limit = None if step_timeout is None else TimedCalls(2 * step_timeout + _PATIENCE)
-        check_descriptors(len(factories), 2)  # a pipe and the sentinel of each process
+        check_descriptors(len(factories), 2)  # two for each process: a pipe and a sentinel
         try:
             # copy=False: the caller copies each observation into its own memory immediately.
             with env_errors("close"):  # Gymnasium makes and closes one environment here

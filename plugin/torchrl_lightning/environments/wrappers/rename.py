@@ -21,9 +21,9 @@ class RenameObservation(gym.ObservationWrapper[Any, Any, Any]):
 
     Args:
         env: an environment with a Dict observation.
-        names: the old and new names. Name an entry of a nested Dict by its path, such as ``arm.position``. If another
-            entry has this path as its name, the other entry is renamed. The new name replaces only the last part of the
-            path. Write an old name that is not a string as a string.
+        names: the old and new names. Name an entry of a nested Dict by its path, such as ``arm.position``. If this path
+            is itself the name of an entry, that entry is renamed. The new name replaces only the last part of the path.
+            Write an old name that is not a string as a string.
 
     Raises:
         ValueError: the observation is not a Dict, an entry is missing, or two entries would have the same name.
