@@ -86,7 +86,7 @@ def run_hydra(function: Callable[[], Any]) -> Any:
             raise UsageError(format_hydra_error(error, sys.argv[1:])) from error
         except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
             frames = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-            if "one_line_task" in frames or error.__cause__ is not None:  # the task has raised it
+            if "one_line_task" in frames or error.__cause__ is not None:  # an error of the task
                 raise
             raise UsageError(format_hydra_error(error, sys.argv[1:])) from error
 
@@ -194,7 +194,7 @@ def _line_and_hint(error: Exception, text: str, arguments: Sequence[str]) -> tup
         words = (argument.lstrip("+").partition("=") for argument in arguments)
         key = next((name for name, _, value in words if name in groups and "null" in value), "")
     if (missing_key := re.match(r"Key '([^']+)' (?:is )?not in", line)) is not None:
-        if missing_key[1] not in key.split("."):  # the key is in the value of a part
+        if missing_key[1] not in key.split("."):  # the error is in an entry of the setting
             key = f"{key}.{missing_key[1]}"
         line = f"{key}: unknown {'group' if '/' in key else 'setting'}"
     line = line if key in line else f"{key}: {line}"
@@ -214,7 +214,7 @@ def _did_you_mean(key: str, cause: OmegaConfBaseException | None, groups: list[s
     parent: Any = None if cause is None or "/" in key else cause.parent_node
     settings = [] if parent is None else list(_setting_names(OmegaConf.to_container(parent._get_root())))
     names = [*settings, *groups]
-    if key in names:  # the name exists, but the command misuses it
+    if key in names:  # the setting exists, but the command uses it incorrectly
         return "."
     if closest_name(key, names, 0.8) is None and settings:
         if same_name := [name for name in settings if name.rpartition(".")[2] == key.rpartition(".")[2]]:
@@ -246,12 +246,12 @@ _REMEDIES = {
     errno.EFBIG: f"Raise the limit on the size of files (ulimit -f), or {_OTHER_FOLDER}.",
     errno.EROFS: f"The filesystem is read-only. Mount it for writing, or {_OTHER_FOLDER}.",
 }
-# Errors that loading an incompatible state raises.
+# Errors that can occur when an incompatible state is loaded.
 _RESTORE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, OSError)
 
 
 def storage_error(error: BaseException) -> str | None:
-    """Return message and remedy for a file that the system cannot write or extend, or None for another error.
+    """Return message and remedy if the system cannot write or extend a file; None for other errors.
 
     Examples:
         >>> print(storage_error(OSError(errno.EFBIG, "File too large", "last.ckpt")))

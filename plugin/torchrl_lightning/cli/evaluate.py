@@ -23,7 +23,7 @@ def main() -> None:
 
 @cleanup
 def evaluate(cfg: DictConfig) -> float:
-    """Rebuild the run of a checkpoint, play its policy and report its returns."""
+    """Rebuild the run of a checkpoint, play the policy and report the returns."""
     import_libraries()
     from omegaconf import OmegaConf
 
@@ -41,7 +41,7 @@ def evaluate(cfg: DictConfig) -> float:
     data = rebuild_part(checkpoint, run, "data", seed=cfg.seed)
     model = rebuild_part(checkpoint, run, "model")
     with setting_errors(run, "data.env"):
-        data.specs  # noqa: B018  # a property that builds the environment
+        data.specs  # noqa: B018  # reading this property builds the environment
     if cfg.video is not None:
         check_renderable(data.eval_env)
     check_checkpoint(checkpoint, stored, data, model, plays=True)
@@ -98,7 +98,7 @@ def load_run(cfg: DictConfig, trust_option: str = "trusted=true") -> tuple[Path,
     if OmegaConf.select(run, "data.buffer.device") is not None:
         OmegaConf.update(run, "data.buffer.device", "cpu")
     if OmegaConf.select(run, "data.frames_per_update") == 0:
-        OmegaConf.update(run, "data.dataset", "unread")  # never read; any value marks offline training
+        OmegaConf.update(run, "data.dataset", "unread")  # marks offline training; this data set is never read
     if OmegaConf.select(run, "data.dataset_share") is not None:
         OmegaConf.update(run, "data.dataset_share", None)  # playing does not load the dataset
     return checkpoint, stored, run

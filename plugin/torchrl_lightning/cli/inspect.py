@@ -96,7 +96,7 @@ def _inspect_folder(folder: Path, last: int | None) -> Inspection:
     if checkpoints:
         newest = max(checkpoints, key=lambda path: (path.stat().st_mtime_ns, path.name == "last.ckpt"))
         return _inspect_checkpoint(newest, folder, last)
-    if newest_state := _newest_state(folder):  # for a run that has not written a checkpoint yet
+    if newest_state := _newest_state(folder):  # the run has not written a checkpoint yet
         return inspect_state(read_state_folder(newest_state, streamed=True), newest_state, last=last)
     files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES and not path.name.startswith("."))
     if files:

@@ -55,7 +55,7 @@ def plot_runs(
         output: The output file; its suffix selects the format.
         metric: Column to plot.
         x: Column of the x axis. Lightning's ``step`` counts environment frames if the run has a
-            :class:`~torchrl_lightning.RolloutMetricsLogger`, otherwise updates.
+            :class:`~torchrl_lightning.RolloutMetricsLogger`; otherwise it counts updates.
         labels: A label for each source. By default, labels contain the experiment and overrides in Hydra's record,
             without the seed. If the record is missing, the folder above ``seed_...`` is the label.
         smooth: Length of the centred moving average, in points of a run.

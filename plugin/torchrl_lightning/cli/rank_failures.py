@@ -29,7 +29,7 @@ def reported_rank_failures(trainer: Any) -> Iterator[None]:
         if not is_lost_rank(error):
             raise
         rank, status = _ended_rank()
-        if trainer.global_rank != 0 and os.getppid() == parent:  # rank 0 reports
+        if trainer.global_rank != 0 and os.getppid() == parent:  # rank 0 reports the failure
             sys.exit(status)
         who = "rank 0" if trainer.global_rank != 0 else "another rank" if rank is None else f"rank {rank}"
         if status > 128:

@@ -105,7 +105,7 @@ def _convert(cfg: DictConfig, env: Any) -> float:
 
 
 def _build_environment(cfg: DictConfig) -> Any:
-    """Return the selected environment recipe, or None without a selection. Build the environment once as a test."""
+    """Return the selected environment recipe after a test that builds the environment; None without a selection."""
     from omegaconf import OmegaConf
 
     from torchrl_lightning.cli.config.instantiate import build_part, setting_errors

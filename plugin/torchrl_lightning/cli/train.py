@@ -40,7 +40,7 @@ def train(cfg: DictConfig) -> float:
     if HydraConfig.initialized() and not is_follower():
         cleanup.enter_context(locked(folder := Path(cfg.paths.output_dir)))
         cleanup.enter_context(run_errors(folder.absolute(), cfg.ckpt_path))
-        record.write(folder, replace=False)  # keep the record of an earlier run until training begins
+        record.write(folder, replace=False)  # do not replace an earlier run's record before training begins
     # Import slow libraries only after the checks above, so that config mistakes are reported immediately.
     import_libraries()
     import lightning as L
@@ -104,7 +104,7 @@ def train(cfg: DictConfig) -> float:
     start = time.perf_counter()
     with reported_rank_failures(trainer), requeued_on_signal() if trainer.world_size == 1 else rank_stop.requeued():
         trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
-        if trainer.received_sigterm:  # a signal during the last batch
+        if trainer.received_sigterm:  # the signal came during the last batch
             raise SIGTERMException
     seconds = time.perf_counter() - start
 

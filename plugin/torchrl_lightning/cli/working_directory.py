@@ -20,7 +20,7 @@ _NUMBA_SETTINGS = ("NUMBA_CACHE_DIR", "NUMBA_CACHE_LOCATOR_CLASSES", "NUMBA_CUDA
 
 
 def leave_out_working_directory() -> None:
-    """Remove the working directory from the import path; ``python -m`` and ``python -c`` put it first."""
+    """Remove the working directory from the import path, where ``python -m`` and ``python -c`` put it first."""
     sys.path[:] = _paths_except(os.getcwd())
     if Path(_NUMBA_FILE).exists():
         for name in _NUMBA_SETTINGS:

@@ -56,7 +56,7 @@ class DemonstrationAnnealing(ConfigSafe):
         if self.schedule == "linear":
             return min(1.0, successes / self.value_capacity) if self.value_capacity else 1.0
         moved = before + 1 / num_value if num_value else before
-        return moved if moved < 1 - 1e-9 else 1.0  # with rounding, n terms of 1 / n can sum to less than 1
+        return moved if moved < 1 - 1e-9 else 1.0  # the rounded sum of n terms of 1 / n can be less than 1
 
     def remaining_capacity(self, successes: int) -> int:
         """Return the capacity of ``D_V`` after a number of successes."""

@@ -1,4 +1,4 @@
-"""Sample the next episode of an environment: a replayed demonstration, or the policy's own steps."""
+"""Decide whether the next episode of an environment replays a demonstration, and sample the demonstration."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class DemonstrationSampler(Stateful, GeneratorMixin):
 
     Args:
         rho: The probability of a reward demonstration before the first success; see ``human_share``.
-        phi: The probability of a value demonstration before the first success. A demonstration with the largest value
-            ``v`` is drawn with ``P ~ max(v, 0) ** alpha``, or uniformly if no value is positive. Successes move
-            ``phi`` to ``rho``, see :class:`DemonstrationAnnealing`. The sum of ``rho`` and ``phi`` is constant.
-            With probability ``1 - rho - phi``, or if the storage lacks demonstrations of the drawn kind, no
-            demonstration is replayed.
+        phi: The probability of a value demonstration before the first success. If ``v`` is the largest state value in a
+            demonstration, the demonstration is drawn with ``P ~ max(v, 0) ** alpha``, or uniformly if no value is
+            positive. Successes move ``phi`` to ``rho``, see :class:`DemonstrationAnnealing`. The sum of ``rho`` and
+            ``phi`` is constant. With probability ``1 - rho - phi``, or if the storage lacks demonstrations of the drawn
+            kind, no demonstration is replayed.
         alpha: The exponent of the values. A larger exponent prefers higher values.
         human_share: The minimum share of human demonstrations among the drawn reward demonstrations. With 0, all reward
             demonstrations are equally likely.
@@ -35,7 +35,8 @@ class DemonstrationSampler(Stateful, GeneratorMixin):
 
     Raises:
         ValueError: ``rho``, ``phi``, their sum or ``human_share`` is outside ``[0, 1]``, ``alpha`` is negative or
-            infinite, or ``alpha`` or ``human_share`` has no effect because its probability is 0.
+            infinite, ``alpha`` is set without a ``phi`` above 0, or ``human_share`` is set although ``rho`` and ``phi``
+            are 0.
 
     Examples:
         >>> sampler = DemonstrationSampler(rho=0.1, phi=0.3, generator=torch.Generator().manual_seed(0))
@@ -89,7 +90,7 @@ class DemonstrationSampler(Stateful, GeneratorMixin):
 
     @property
     def alpha(self) -> float:
-        """Exponent of values in the probability of value demonstrations."""
+        """Exponent in the probability of a value demonstration."""
         return self._alpha
 
     @alpha.setter
@@ -97,11 +98,11 @@ class DemonstrationSampler(Stateful, GeneratorMixin):
         self.set_probabilities(alpha=value)
 
     def probabilities(self, storage: DemonstrationStorage) -> tuple[float, float]:
-        """Return rho and phi after the successes that the storage has counted."""
+        """Return the current rho and phi, which depend on the number of successes."""
         return self.rho + storage.annealed * self.phi, self.phi * (1.0 - storage.annealed)
 
     def set_probabilities(self, rho: float | None = None, phi: float | None = None, alpha: float | None = None) -> None:
-        """Set alpha, and the probabilities rho and phi before the first success. None keeps a value.
+        """Set alpha and the initial probabilities rho and phi. A value stays unchanged if its argument is None.
 
         Raises:
             ValueError: A value, or the sum of rho and phi, is out of range. Nothing was changed.

@@ -80,7 +80,7 @@ class DemonstrationStorage(Stateful):
             reward: The new ``D_R``. Human demonstrations move to its front.
             value: The new ``D_V``.
             successes: The number of successes. None keeps the current number.
-            annealed: The moved share of probability. None keeps the current share.
+            annealed: The new value of ``annealed``. None keeps the current value.
 
         Raises:
             ValueError: There are more demonstrations than ``capacity``.

@@ -28,7 +28,7 @@ class DemonstrationWriter(Stateful):
     """Add episodes to a :class:`DemonstrationStorage`.
 
     An agent's episode is a success and enters ``D_R`` if its return reaches the threshold. If the return exceeds all
-    returns in ``D_R`` by more than rounding, the episode replaces the agent's demonstrations in ``D_R``. All other
+    returns in ``D_R`` (beyond rounding errors), the episode replaces the agent's demonstrations in ``D_R``. All other
     episodes enter ``D_V``. Each success raises the threshold to the lowest return in ``D_R``. The threshold never
     falls. Each success also moves probability from ``D_V`` to ``D_R``, see :class:`DemonstrationAnnealing`.
 
@@ -101,7 +101,7 @@ class DemonstrationWriter(Stateful):
             check_defaults(
                 f"without {requirement}", f"give {requirement}", **schedule, value_capacity=(value_capacity, None)
             )
-        if not initial_capacity:  # without value demonstrations, the schedule "current" never moves probability
+        if not initial_capacity:  # if no value demonstration is stored, the schedule "current" never moves probability
             check_defaults("with value_capacity=0", "give a larger value_capacity (storage capacity)", **schedule)
 
     def _check_threshold(self, value: float, name: str) -> float:

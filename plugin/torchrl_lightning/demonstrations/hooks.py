@@ -75,7 +75,7 @@ def _miner_states(miners: dict[int, DemonstrationMiner]) -> dict[str, Any]:
 
 
 class DemonstrationHooks(Stateful, RolloutHooks):
-    """Replay demonstrations in a buffer's rollouts, mine the rollouts, and save and read demonstrations.
+    """Replay demonstrations in a buffer's rollouts, extract new ones from the rollouts, and save and read them.
 
     Args:
         settings: the directories, the number of saved demonstrations, and the replay options.
@@ -105,12 +105,12 @@ class DemonstrationHooks(Stateful, RolloutHooks):
         self.settings, self.storage, self.writer, self.sampler = settings, writer.storage, writer, sampler
         self.frame_skip = frame_skip
         """Number of frames in one step; None until :meth:`attach` reads the number from the environment."""
-        self._make_replay(1, 1)  # validates the options
+        self._make_replay(1, 1)  # raises an error for invalid options
         self._specs: EnvironmentSpecs | None = None
         self._recipe: EnvironmentRecipe | None = None
         self.replay: DemonstrationReplay | None = None
         """The replay for a collector; None before :meth:`attach`."""
-        self._miners: dict[int, DemonstrationMiner] = {}  # keys: the first environment of each worker
+        self._miners: dict[int, DemonstrationMiner] = {}  # the keys are the first environment of each worker
         self._supplementary: DemonstrationDirectory | None = None
         self._waiting: list[Demonstration] = []  # read from the supplementary directory, not loaded yet
         self._target: DemonstrationDirectory | None = None
@@ -184,7 +184,7 @@ class DemonstrationHooks(Stateful, RolloutHooks):
         return DemonstrationActor(policy, self.settings.log_prob) if self._is_wrapped else policy
 
     def on_collected(self, rollout: TensorDictBase) -> None:
-        """Use the collected ``rollout``, ``[N, T]``, for mining instead of the stored rollout."""
+        """Store the collected ``rollout``, ``[N, T]``, which will be mined instead of the buffer's stored rollout."""
         self._collected = rollout
 
     def on_estimated(self, rollout: TensorDictBase, value_key: NestedKey) -> None:
@@ -261,7 +261,7 @@ class DemonstrationHooks(Stateful, RolloutHooks):
         """Return the rollout in its collected form, ``[T, N]``, with its values."""
         rows = (stored if self._collected is None else self._collected.transpose(0, 1)).copy()
         value = stored.get(value_key, None)
-        if isinstance(value, TensorDictBase):  # values of several critics
+        if isinstance(value, TensorDictBase):  # several critics have a value each
             value = torch.stack([*value.values(True, True)]).mean(0)
         rows.pop(VALUE, None)
         if isinstance(value, Tensor):

@@ -25,7 +25,7 @@ from torchrl_lightning.environments import EnvironmentSpecs
 from torchrl_lightning.environments.env_ids import id_changes
 from torchrl_lightning.rollout.rollout_writer import time_major
 
-NOT_REPLAYED = -1  # stored instead of a serial number in steps without a replay
+NOT_REPLAYED = -1  # the serial number of steps without a replay
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class _Episode:
         return _Episode(self.serial, max(self.value, value), parts)
 
     def with_copied_tail(self) -> _Episode:
-        """Copy the steps from the last rollout, because the rollout's memory may be reused."""
+        """Return the episode with copied steps of the last rollout, because the rollout's memory may be reused."""
         return replace(self, parts=(*self.parts[:-1], *(part.clone() for part in self.parts[-1:])))
 
     def to_state(self) -> dict[str, Any]:
@@ -85,8 +85,8 @@ class DemonstrationMiner(Stateful):
     """Track the episodes of all environments over rollouts, and add the finished ones to a writer.
 
     Episodes are added in the order of their ends, with the critic's largest value of their states. Replayed steps do
-    not belong to the agent. A demonstration that was replayed to its end gets the current largest value of its states.
-    An episode is skipped if it began before the first rollout, or if a reset cut it. ``is_init`` and changed
+    not belong to the agent. A completely replayed demonstration gets the largest of the critic's current values of its
+    states. An episode is skipped if it began before the first rollout, or if a reset cut it. ``is_init`` and changed
     ``("collector", "traj_ids")`` mark resets.
 
     Args:

@@ -39,11 +39,12 @@ class PPODBuffer(GAEBuffer):
     do both.
 
     Args:
-        size: see :class:`VanillaOnPolicyBuffer`, also for ``device``, ``actor``, ``algorithm`` and ``envs``.
+        size: see :class:`VanillaOnPolicyBuffer`, which also documents ``device``, ``actor``, ``algorithm`` and
+            ``envs``.
         rho: probability of a reward demonstration before the first success.
         phi: probability of a value demonstration before the first success; 0 stores no value demonstrations.
         gae_lambda: λ.
-        alpha: exponent of the values in the probability of value demonstrations: ``P ~ max(v, 0) ** alpha``.
+        alpha: exponent in the probability of a value demonstration with value ``v``: ``P ~ max(v, 0) ** alpha``.
         total_buffer_demo_capacity: maximum number of demonstrations of both kinds.
         initial_human_demos_dir: directory of demonstrations that are never dropped.
         initial_agent_demos_dir: directory of replaceable demonstrations, for example from an earlier run. Better
@@ -52,12 +53,12 @@ class PPODBuffer(GAEBuffer):
             update; a missing directory is created. A demonstration is loaded if its return reaches the threshold.
             Better demonstrations replace it, even if a person recorded it.
         target_agent_demos_dir: directory for the agent's best demonstrations. By default, none are saved.
-        num_agent_demos_to_save: number of demonstrations to save of each kind: reward demonstrations with the highest
-            returns, and value demonstrations with the highest values.
-        initial_reward_threshold: lowest return of a success. If it is None or lower than all returns of the reward
-            demonstrations, the lowest of these returns replaces it. If the threshold is at most 0 and no demonstration
-            has a positive reward, failures may count as successes. A warning is then logged, unless you set a
-            threshold below 0.
+        num_agent_demos_to_save: maximum number of saved demonstrations of each kind. The reward demonstrations with the
+            highest returns and the value demonstrations with the highest values are saved.
+        initial_reward_threshold: lowest return of a success. If the threshold is None or lower than all returns of the
+            reward demonstrations, the lowest of these returns becomes the threshold. If the threshold is at most 0 and
+            no demonstration has a positive reward, failures may count as successes. A warning is then logged, unless
+            you set a threshold below 0.
         save_demos_every: number of rollouts between two saves.
         demo_dtypes: map of the documented names ``Observation``, ``Action`` and ``Reward`` to saved dtypes. A field
             that the map lacks keeps the environment's dtype. Rewards are rounded to their dtype.
@@ -68,18 +69,17 @@ class PPODBuffer(GAEBuffer):
         log_prob: log-probability of replayed actions, see :class:`DemonstrationReplay`; use ``current`` for continuous
             actions.
         save_value_demos: also save value demonstrations; requires ``phi`` above 0.
-        human_share: minimum share of human demonstrations among the drawn reward demonstrations, even if most stored
-            demonstrations are the agent's. With 0, all reward demonstrations are equally likely. A warning is logged if
-            human demonstrations are missing.
+        human_share: minimum share of human demonstrations among the drawn reward demonstrations, even if the agent
+            recorded most stored demonstrations. With 0, all reward demonstrations are equally likely. A warning is
+            logged if human demonstrations are missing.
         shared_demos: share the demonstrations of all ranks, and save them on rank 0. Otherwise each rank stores its own
             demonstrations. Rank 0 then saves to the target, and other ranks save to its folders ``rank_1``, ...
-        frame_skip: number of frames in one step, equal for demonstrations and environment; None uses the environment
-            recipe's number.
-        gamma: see :class:`VanillaOnPolicyBuffer`, also for the remaining arguments.
+        frame_skip: number of frames in one step of demonstrations and environment; None uses the recipe's number.
+        gamma: see :class:`VanillaOnPolicyBuffer`, which also documents the remaining arguments.
 
     Raises:
         ValueError: A probability or the sum of rho and phi is outside ``[0, 1]``, or another argument is out of range.
-            Also if a setting has no effect, for example ``save_demos_every`` without ``target_agent_demos_dir``.
+            Or a setting has no effect, for example ``save_demos_every`` without ``target_agent_demos_dir``.
 
     Examples:
         >>> import torch
@@ -164,7 +164,7 @@ class PPODBuffer(GAEBuffer):
         self.require_effect("target_agent_demos_dir", self.num_agent_demos_to_save, "num_agent_demos_to_save above 0")
         for name in ("alpha", "annealing", "save_value_demos"):
             self.require_effect(name, self._phi, "phi above 0")
-        # The capacity includes one reward demonstration, and alpha needs at least two value demonstrations.
+        # One place is for a reward demonstration. alpha has an effect only with two or more value demonstrations.
         for name, minimum in (("alpha", 3), ("annealing", 2), ("save_value_demos", 2), ("human_share", 2)):
             self.require_effect(name, capacity >= minimum, f"total_buffer_demo_capacity of at least {minimum}")
         for name in ("human_share", "ends", "log_prob"):
@@ -183,7 +183,7 @@ class PPODBuffer(GAEBuffer):
 
     @property
     def phi(self) -> float:
-        """Current probability of a value demonstration. The setter sets the probability before the first success."""
+        """Current probability of a value demonstration. Setting it changes the initial probability."""
         return self.demonstration_sampler.probabilities(self.demonstrations)[1]
 
     @phi.setter
@@ -192,7 +192,7 @@ class PPODBuffer(GAEBuffer):
 
     @property
     def alpha(self) -> float:
-        """Exponent of values in the probability of value demonstrations."""
+        """Exponent in the probability of a value demonstration."""
         return self.demonstration_sampler.alpha
 
     @alpha.setter

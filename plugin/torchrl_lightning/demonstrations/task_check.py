@@ -16,8 +16,8 @@ from torchrl_lightning._core.trust import check_config
 from torchrl_lightning.environments.recipe import EnvironmentRecipe, as_recipe, differences, to_plain
 
 _RECIPE = "recipe"  # the metadata entry with the recipe as JSON
-# All other settings change only stepping, episode ends, shapes or the frame skip. Demonstration.fits compares the last
-# two.
+# All other settings change only stepping, episode ends, shapes or the frame skip. Demonstration.fits compares shapes
+# and frame skip.
 _TASK_SETTINGS = {"id": str | dict, "env_kwargs": dict, "wrappers": list, "observe": list, "clip_reward": int | float}
 _RUN_SETTINGS = ("vectorization", "step_timeout", "demonstrations_of")  # settings of a run, not of the task
 # Arguments and Gymnasium wrappers that do not change steps.

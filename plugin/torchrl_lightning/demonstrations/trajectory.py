@@ -41,7 +41,7 @@ class Demonstration:
         truncated: True if the last step reached a limit; None if unknown. Both flags are False if the recorded episode
             continued after the last step.
         metadata: Further information about the episode.
-        serial: The serial number from the storage. A new value does not change the serial number.
+        serial: The number that the storage assigned. It stays the same if ``value`` changes.
 
     Raises:
         TypeError: ``steps`` or ``last_observation`` is not a TensorDict of dense tensors.
@@ -166,7 +166,7 @@ class Demonstration:
         return copied
 
     def copied(self) -> Demonstration:
-        """Return a copy without a serial number. Copy the tensors, because their memory may be reused."""
+        """Return a copy with copied tensors and without a serial number."""
         last = self.last_observation
         last = None if last is None else last.clone()
         return replace(self, steps=self.steps.clone(), last_observation=last, serial=None)
@@ -230,7 +230,7 @@ def end_flags(following: TensorDictBase, *index: int) -> dict[str, Any]:
 
 
 def newest_frames(rows: TensorDictBase, specs: EnvironmentSpecs) -> TensorDict:
-    """Return the observation entries ``[*B]`` of rows, and only the newest image of each stack, without copying.
+    """Return the observation entries ``[*B]`` of rows without copying. Stacks are reduced to their newest image.
 
     Args:
         rows: Rows with observations of the environment.
@@ -318,7 +318,7 @@ def _check_finite(leaf: Tensor, key: NestedKey, owner: str) -> None:
 
 
 def action_error(actions: Tensor, specs: EnvironmentSpecs) -> str | None:
-    """Describe the first of the actions ``[T, *A]`` that the environment does not accept, or return None.
+    """Return a message about the first of the actions ``[T, *A]`` that the environment rejects, or None.
 
     An action may exceed the bounds of a Box by a rounding error.
     """

@@ -63,7 +63,7 @@ class RolloutActor:
             self._policy_version = version
             rollout = self._worker.rollout(version)
         except EnvironmentFault as fault:
-            raise fault.to_remote() from None  # the learner may be unable to import the class of the cause
+            raise fault.to_remote() from None  # omit the cause, because the learner may be unable to import its class
         self._num_begun += 1
         if self._writer is not None:
             if self._worker.collector.reset_at_each_batch:

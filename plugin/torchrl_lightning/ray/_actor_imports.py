@@ -1,4 +1,4 @@
-"""Import the libraries for an actor's process first, but skip the modules that they rarely use."""
+"""Import an actor's libraries first, but without the modules that these libraries rarely use."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ Arrays = dict[Any, NDArray[Any]]
 
 
 class Receipt(NamedTuple):
-    """The number of a writer's written rollouts, and the number of its rollouts in a snapshot."""
+    """The numbers of a writer's rollouts that are written and that are in a snapshot."""
 
     written: int
     acknowledged: int
@@ -33,7 +33,7 @@ class SampledBatches(NamedTuple):
 
 
 class BatchUpdate(NamedTuple):
-    """Entries of a batch with values from a learner. They are priorities if ``keys`` is None."""
+    """A learner's new values for a batch: entries with these ``keys``, or priorities if ``keys`` is None."""
 
     start_time: int
     shape: list[int]

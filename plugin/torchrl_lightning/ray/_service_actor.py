@@ -90,11 +90,11 @@ class ServiceActor:
     ) -> Receipt:
         """Write a rollout ``[T, N, *F]`` as soon as the rate limiter admits the rollout.
 
-        The trajectories of the environments ``cut_envs`` end before the rollout. ``check_successors`` enables the
+        In the environments ``cut_envs``, a new trajectory begins with the rollout. ``check_successors`` enables the
         comparison of the rollout's rows with stored successors.
 
-        A rollout is skipped if it is already written, or if earlier rollouts were lost when this actor died. The
-        receipt identifies the rollouts to send again.
+        A rollout is skipped if it is already written, or if earlier rollouts were lost when this actor died. The writer
+        learns from the receipt which rollouts it must send again.
         """
         if number != self._num_written(writer, session):
             return self.receipt(writer, session)
@@ -113,7 +113,7 @@ class ServiceActor:
         return self.receipt(writer, session)
 
     async def _wait_until_admitted(self, admits: Callable[[], bool]) -> None:
-        """Wait until the rate limiter admits a request. If the limiter rejects the sizes, wake all waiting requests."""
+        """Wait until the rate limiter admits a request. If the limiter raises an error, wake all waiting requests."""
         try:
             await self._condition.wait_for(admits)
         except UserError:

@@ -83,8 +83,9 @@ class ServiceWriter:
         Args:
             rows: The rollout.
             env_ids: The environments of the rollout.
-            cut_envs: Environments that begin a new trajectory with these rows.
-            check_successors: Compare the rows with stored successors. Rows from our collectors do not require this.
+            cut_envs: Environments in a new trajectory that begins with these rows.
+            check_successors: Compare the rows with stored successors. Rows from our collectors do not require the
+                comparison.
         """
         if len(self._writers) == 1:
             self._writers[0].write(rows, list(env_ids), list(cut_envs), check_successors)
@@ -112,8 +113,8 @@ class ServiceWriter:
 class ShardWriter:
     """Write each rollout once and in order into a shard, while the next rollout is collected.
 
-    The writer keeps rollouts until a snapshot contains them. When it keeps ``unacknowledged`` rollouts, it requests a
-    snapshot. If the shard died, the writer sends the lost rollouts again.
+    The writer keeps rollouts until a snapshot contains them. When their number reaches ``unacknowledged``, the writer
+    requests a snapshot. If the shard died, the writer sends the lost rollouts again.
 
     Args:
         shard: The handle of the actor.
@@ -133,7 +134,7 @@ class ShardWriter:
     def write(self, rows: Arrays, env_ids: list[int], cut_envs: list[int], check_successors: bool) -> None:
         """Wait until the previous rollout is written, and send the next rollout ``[T, N, *F]`` without waiting."""
         self._wait_for_pending()
-        while len(self._unacknowledged) >= self._max_unacknowledged:  # repeated if the shard lost rollouts
+        while len(self._unacknowledged) >= self._max_unacknowledged:  # several requests if the shard has lost rollouts
             self._read_receipt(call_shard(self._shard.flush.remote, self._name, self._session))
             self._resend_lost()
         self._unacknowledged.append((self._num_sent, rows, env_ids, cut_envs, check_successors))

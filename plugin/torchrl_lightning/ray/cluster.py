@@ -29,8 +29,8 @@ def connect(config: Mapping[str, Any]) -> tuple[Any, bool]:
     """Connect to a cluster. Return the Ray module, and True if this call has connected the process.
 
     Args:
-        config: Arguments of ``ray.init``, for example ``address``. If the process is already connected, they have no
-            effect.
+        config: Arguments of ``ray.init``, for example ``address``. They have no effect if the process is already
+            connected.
 
     Raises:
         ClusterFault: Ray is not installed, the address does not have a cluster, or the cluster has another version.
@@ -56,7 +56,7 @@ def connect(config: Mapping[str, Any]) -> tuple[Any, bool]:
                 f"No cluster answers at address={address!r}. Start one there (ray start --head), set its address, or "
                 "leave the address out of ray_init_config for a cluster on this machine."
             )
-        config = {**config, "address": "local"}  # the last cluster on this machine was killed
+        config = {**config, "address": "local"}  # the cluster that Ray remembers was killed, so start a new one
     try:
         ray.init(**config)
     except (ConnectionError, TimeoutError, ValueError) as error:
@@ -87,7 +87,7 @@ def _last_address() -> str | None:
 def _is_reachable(address: str) -> bool:
     """Return True if the address accepts connections. Ray's own test takes minutes and ends the process on failure."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
-    if not port.isdecimal():  # local, auto
+    if not port.isdecimal():  # an address such as local or auto
         return True
     try:
         socket.create_connection((host, int(port)), _CONNECT_TIMEOUT).close()

@@ -9,7 +9,7 @@ from fractions import Fraction
 from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.validators import Checked, exact_ratio, finite_positive, integer, optional, positive
 
-_ROUNDING = 1 - 1e-12  # tolerance for rounding errors in a bound that the caller computed
+_ROUNDING = 1 - 1e-12  # tolerance, because the caller's bound may contain rounding errors
 
 
 class RateLimiter:
@@ -22,7 +22,7 @@ class RateLimiter:
     fraction.
 
     Args:
-        samples_per_insert: The mean number of draws of each row; None never waits.
+        samples_per_insert: The mean number of draws of each row. With None, no writer or learner waits for this ratio.
         error_buffer: The maximum deviation from the ratio, in draws and in both directions. If inserts have up to ``n``
             rows and draws up to ``d`` rows, the minimum is ``(samples_per_insert * n + d) / 2``. With a smaller
             value, inserts and draws could wait for each other forever. The limiter therefore raises an error as soon as
@@ -118,7 +118,7 @@ class RateLimiter:
         return self._surplus(self._ratio, 0, rows) >= -self._bound(self._ratio)
 
     def _surplus(self, ratio: Fraction, inserted: int, drawn: int) -> Fraction:
-        """Return the number of missing draws after further inserts and draws; negative for too many draws."""
+        """Return the number of draws that would be missing after further inserts and draws; negative if too many."""
         return ratio * (self.inserted + inserted - self.min_size) - (self.drawn + drawn)
 
     def _bound(self, ratio: Fraction) -> Fraction | float:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT = 1.0  # seconds for closing the environments
 _RECONNECT_TIMEOUT = 30.0  # seconds until an unreachable actor must answer again
 _WARNING_INTERVAL = 60.0  # seconds without a rollout until a warning names the collectors
-_MAX_INLINE_BYTES = 2**16  # maximum bytes of weights that are sent with each request, which is faster
+_MAX_INLINE_BYTES = 2**16  # Weights up to this size in bytes are sent with each request, which is faster.
 _MAX_FAILURES = 3  # consecutive deaths of a worker without a rollout
 
 
@@ -50,7 +50,7 @@ class RayCollector(WorkersCollector):
 
     If an actor or machine fails, all other actors continue. The pending rollouts of the failed actor are lost. A new
     actor replaces the failed actor as soon as the cluster has room. The new actor has new seeds and trajectory ids, and
-    begins with new episodes. An error of an environment is raised.
+    begins with new episodes. If an environment raises an error, the learner raises it too.
 
     Args:
         env: An id, or a picklable factory of one environment. Actors import modules from the learner's paths. Send
@@ -62,8 +62,8 @@ class RayCollector(WorkersCollector):
         seed: The seed from which the seeds of all collectors are spawned. ``None`` draws a seed from torch's global
             generator.
         sync: Yield the batches of all collectors in turn. Each round of ``num_collectors`` batches uses the weights at
-            the first request of the round. Runs are then bit-identical, but collectors idle during updates, and a dead
-            collector is an error. Otherwise the first batch that is ready is yielded.
+            the first request of the round. Repeated runs are then bit-identical, but collectors wait during updates,
+            and a dead collector raises an error. Otherwise the first batch that is ready is yielded.
         rollouts_in_flight: The maximum number of rollouts that a collector has begun but not yet yielded; 1 with
             ``sync``.
         max_weight_update_interval: The minimum number of batches between two publications of weights; a larger number
@@ -88,7 +88,7 @@ class RayCollector(WorkersCollector):
         ClusterFault: Ray is not installed, or the address does not have a cluster. Or the cluster has too few
             resources, lacks modules, or has other versions. It is also a ValueError.
         RuntimeError: A collector failed or died repeatedly. The message contains the traceback of a failed collector.
-        EnvironmentFault: An environment violated its interface; also a RuntimeError.
+        EnvironmentFault: An environment violated its interface. This error is also a RuntimeError.
 
     Source:
         Moritz et al. (2018), Ray: A Distributed Framework for Emerging AI Applications,
@@ -261,7 +261,7 @@ class RayCollector(WorkersCollector):
                     )
 
     def _replace(self, worker: int, error: Exception) -> None:
-        """Replace an actor that has died, or continue with an actor that is reachable again."""
+        """Replace an actor that has died, or keep an actor that is reachable again."""
         if self._is_reachable_again(worker, error):
             num_lost = self._drop_pending(worker)
         else:

@@ -45,9 +45,9 @@ class ReplayService(ConfigSafe):
     call, with the stamps of their rows.
 
     With a ``folder`` the service survives a crash. Ray restarts the service, the service loads its newest snapshot, and
-    writers send the missing rollouts once. Writers keep their rollouts until a snapshot contains them. A writer with
-    ``unacknowledged`` kept rollouts requests a snapshot and waits. Priorities and rewritten entries of lost rows are
-    also lost.
+    writers send the missing rollouts once. Writers keep their rollouts until a snapshot contains them. When a writer
+    keeps the maximum number of rollouts (``unacknowledged``), it requests a snapshot and waits. Priorities and
+    rewritten entries of lost rows are also lost.
 
     The service ends with the run that started it. With ``keep``, the service continues, and one later run at a time can
     use it. Additional learners use ``join``.
@@ -61,23 +61,24 @@ class ReplayService(ConfigSafe):
             ``ReplayDataModule`` sets it to ``service`` below the trainer's root folder. With None a crash loses the
             content, and the run continues with new rows.
         batches_per_call: The number of batches that one call returns.
-        calls_in_flight: The number of calls that are pending during learning. With more calls, batches are drawn
-            longer before their use.
+        calls_in_flight: The number of calls that are pending during learning. With more calls, batches are older when
+            they are used.
         unacknowledged: The maximum number of rollouts that each writer keeps.
         samples_per_insert: The mean number of draws of each row, see :class:`RateLimiter`. Set it for learners and
             writers without other coordination. A ``ReplayDataModule`` coordinates them by its ``frames_per_update``.
-        error_buffer: The maximum deviation from this ratio in draws. See :class:`RateLimiter` for the minimum.
+        error_buffer: The maximum deviation from ``samples_per_insert``, in draws. See :class:`RateLimiter` for the
+            minimum.
         min_size: The number of rows in each shard before the first draw. For a running service omit
             ``samples_per_insert``, ``error_buffer`` and ``min_size``, or give the same values.
         keep: Leave the service running at the end of the run.
         join: Draw from a service that another process has started, and leave it running at the end. ``keep`` and
             ``remote_configs`` cannot be set together with ``join``.
         remote_configs: The resources of each shard, as for ``ray.remote``. By default processors are not reserved.
-        ray_init_config: Arguments of ``ray.init``, if this process is not connected to a cluster yet.
+        ray_init_config: Arguments of ``ray.init``, which is called if this process is not connected to a cluster yet.
 
     Raises:
         ValueError: A number is out of range, or the buffer is not empty.
-        ClusterFault: Ray is not installed, or the cluster does not exist; also a ValueError.
+        ClusterFault: Ray is not installed, or the cluster does not exist. This error is also a ValueError.
         ServiceFault: Another run uses a service of this name, or the running service has another buffer or other
             versions. Or the service cannot read its snapshot, or rejects the written rows. It is also a ValueError.
 
@@ -132,16 +133,16 @@ class ReplayService(ConfigSafe):
         self._ray: Any = None
         self._owns_ray = False
         self._actors: list[Any] = []
-        self._owner: Any = None  # an actor that ends with this run; while it exists, the service is in use
+        self._owner: Any = None  # an actor that ends with this run and marks the service as in use
         self._resumed: list[Path | None] = [None] * self.shards
         self._writer: ServiceWriter | None = None
-        self._cut_envs: set[int] = set()  # environments that begin a new trajectory with their next rows
+        self._cut_envs: set[int] = set()  # the next rows of these environments begin a new trajectory
         self._pending_calls: deque[tuple[Any, int, int]] = (
             deque()
-        )  # reference, shard, batches served before the request
+        )  # reference, shard, number of batches served before the request
         self._batches: deque[tuple[Any, int, int, int]] = (
             deque()
-        )  # batch, shard, its start time, served before the request
+        )  # batch, shard, start time of the shard, number of batches served before the request
         self._batch_size = 0
         self._updates: list[list[Any]] = [[] for _ in range(self.shards)]  # sent with the next call
         self._num_requested = self._num_served = 0
@@ -260,7 +261,7 @@ class ReplayService(ConfigSafe):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a snapshot at the start: from this run's folder, or else from the folder of the run that wrote it.
+        """Load a snapshot from this run's folder, or else from the folder of the run that wrote the snapshot.
 
         Raises:
             ValueError: The service runs already, the state is invalid, or it has another number of shards.
@@ -351,7 +352,7 @@ class ReplayService(ConfigSafe):
                         f"The replay service name={self.name!r} has {name} {running[kind].get(name)!r}, but this "
                         f"run has {value!r}. Use the same, or another name."
                     )
-        # Default limits are compatible with all limits of the process that started the service.
+        # A setting with its default value is compatible with any value in the running service.
         defaults = RateLimiter().settings
         for name, value in self._limiter.settings.items():
             running_value = running.get("limits", defaults)[name]

@@ -48,10 +48,10 @@ class ChangedSettings(Callback):
         ]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Apply the changes at the current point of the schedule; raise UsageError if the state overwrote a setting."""
+        """Apply the changes at the restored point of schedules; raise UsageError if the state overwrote a setting."""
         if changes_rates(self.changed_names):
             self._set_rates(trainer)
-        # If no learner setting was changed, the schedules keep their restored values until the next epoch.
+        # Without a changed model setting, the scheduled values stay as restored until the next epoch.
         follow = LearnerApi.of(pl_module).apply_schedules
         if follow is not None and any(name.startswith("model.") for name in self.changed_names):
             follow()

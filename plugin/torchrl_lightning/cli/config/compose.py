@@ -54,7 +54,7 @@ from torchrl_lightning.cli.error_messages import SWEEP_NOTE, UsageError, exit_wi
 # A number such as 1e5. Hydra reads it as a float, but the setting may be an integer.
 _POWER_OF_TEN = re.compile(r"(?<=[=,])\d+(?:\.\d+)?[eE]\+?\d{1,2}(?=,|$)")
 
-_PROVIDERS = {"hydra", "main", "torchrl-lightning", "schema"}  # config sources that are not a user's
+_PROVIDERS = {"hydra", "main", "torchrl-lightning", "schema"}  # providers of configs that are not from a user
 
 
 class _Request(NamedTuple):
@@ -122,7 +122,7 @@ class CommandLoader(ConfigLoader):
         _limit_files(hydra.get_sources())
         self._records: dict[Path, Record | None] = {}
         self._single_run_config: DictConfig | None = None
-        self._dropped_settings: list[tuple[DictConfig, list[str]]] = []  # a list for each composed config
+        self._dropped_settings: list[tuple[DictConfig, list[str]]] = []  # configs and their dropped settings
         self._printed_notes: set[str] = set()
 
     def get_search_path(self) -> ConfigSearchPath:
@@ -178,7 +178,7 @@ class CommandLoader(ConfigLoader):
             return config
         overrides = [_POWER_OF_TEN.sub(_as_integer, override) for override in overrides]
         if run_mode == RunMode.RUN and (first := self._first_values(overrides, Override.is_sweep_override)):
-            # Hydra rejects several values in a single run. Check for a misspelt name first: it is more probable.
+            # Hydra rejects several values in a single run. Report a misspelt name first, as it is likelier.
             self.load_configuration(config_name, [first.get(line, line) for line in overrides], run_mode)
         self._dropped_settings = []
         _check_search_path(_parse(overrides))
@@ -236,7 +236,7 @@ class CommandLoader(ConfigLoader):
         }
 
     def _compose_parts(self, lines: list[str], request: _Request) -> DictConfig:
-        """Compose a config, and replace each part if a file or the command line sets another class for the part."""
+        """Compose a config, and replace the parts that get another class from a file or the command line."""
         try:
             config = request.load(lines)
             dropped = self._replace_parts(config, request.config_name, lines)
@@ -279,7 +279,7 @@ class CommandLoader(ConfigLoader):
             path = None if paths[-1].is_sweep_override() else paths[-1].value()
         else:
             config = compose(overrides)
-            with suppress(OmegaConfBaseException):  # the run will report this error at its start
+            with suppress(OmegaConfBaseException):  # the run itself reports this error
                 path = config.get("ckpt_path")
             if path is None and not is_requeued():
                 return config
@@ -391,7 +391,7 @@ def sets_trusted(overrides: Iterable[Override]) -> bool:
 
 
 def _as_integer(match: re.Match[str]) -> str:
-    """Write a number without a fraction as an integer. Float settings also accept integers."""
+    """Write a number without a fraction as an integer, which float settings also accept."""
     number = Decimal(match[0])
     return str(int(number)) if number == int(number) else match[0]
 

@@ -32,8 +32,8 @@ def furthest_checkpoint(config: DictConfig, *, this_job: bool) -> Path | None:
     """Find the checkpoint with the most frames among the folders of runs with the same experiment, overrides and seed.
 
     If the numbers of frames are equal, the checkpoint with more steps is used. If the steps are equal too, a last
-    checkpoint precedes a best checkpoint, and then the newest file is used. Each unusable folder or file is printed to
-    stderr with the reason.
+    checkpoint is preferred to a best checkpoint, and a newer file to an older file. Each unusable folder or file is
+    printed to stderr with the reason.
 
     Args:
         config: The composed config, with Hydra's node.

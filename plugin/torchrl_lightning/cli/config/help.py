@@ -12,7 +12,7 @@ from torchrl_lightning._hydra.paths import CONF_DIR
 
 _SETTING = re.compile(r"(?P<indent> *)(?P<key>\w+):(?: (?P<value>[^#]*))?(?:# (?P<meaning>.*))?$")
 _CHOICE = re.compile(r"  - (?:override /)?(?P<group>[\w/]+): (?P<option>\w+)(?: # (?P<meaning>.*))?$")
-_SECTIONS = ("data", "model", "trainer")  # besides the top level of the config
+_SECTIONS = ("data", "model", "trainer")  # sections in addition to the top level of the config
 
 
 def help_text(name: str) -> str:
@@ -63,7 +63,7 @@ def _groups(path: Path) -> Iterator[str]:
 
 
 def _settings(path: Path, chosen: dict[str, str]) -> dict[str, tuple[str, str]]:
-    """Map the documented settings to their values and comments, composed in Hydra's order."""
+    """Map the documented settings to their values and comments. Later files in Hydra's order override earlier ones."""
     settings: dict[str, tuple[str, str]] = {}
     files = [(CONF_DIR / group / f"{chosen[group]}.yaml", group) for group in (*_SECTIONS, "env") if group in chosen]
     files += [(path, "")]
@@ -82,7 +82,7 @@ def _settings(path: Path, chosen: dict[str, str]) -> dict[str, tuple[str, str]]:
 
 
 def _fields(path: Path, package: str) -> Iterator[tuple[str, str, str]]:
-    """Yield key, value and comment of each scalar setting, first from the included files."""
+    """Yield key, value and comment of each scalar setting; included files come first."""
     header = re.match(r"# @package (\S+)\n", path.read_text())
     if header is not None:
         package = header[1].replace("_global_", "")

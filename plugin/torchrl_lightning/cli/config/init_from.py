@@ -42,7 +42,7 @@ class InitFrom(Callback):
         self._config = stored.get(CONFIG)
 
     def check(self, data: Any, model: Any) -> None:
-        """Validate weights and moments before training; raise UsageError if they do not fit this run."""
+        """Validate the source's weights and moments before training; raise UsageError if they do not fit this run."""
         try:
             self._check_weights(data, model)
             data.load_normalization(self._statistics, trial=True)
@@ -64,7 +64,7 @@ class InitFrom(Callback):
         try:
             self._weights, self._new_networks = initial_weights(build_copy, {"state_dict": self._weights}, own=True)
         except ValueError as error:
-            # Compare the learners only after an error, because weights of another learner may fit, such as A2C in PPO.
+            # Compare the learners only after an error, because the weights of another learner may fit (A2C and PPO).
             source_class, own_class = self._learner(), type(model)
             if source_class in (None, own_class):
                 raise
@@ -84,7 +84,7 @@ class InitFrom(Callback):
         try:
             initial_weights = pl_module.state_dict() if self._new_networks else {}
             pl_module.load_state_dict({**initial_weights, **self._weights})
-        except RuntimeError as error:  # the module is the user's, so check() could not test it
+        except RuntimeError as error:  # check() could not test a user's own module
             raise self._usage_error(error) from error
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         data.load_normalization(self._statistics)

@@ -23,7 +23,7 @@ from torchrl_lightning.cli.error_messages import UsageError
 from torchrl_lightning.deploy.loading import CONFIG
 from torchrl_lightning.environments.install_hint import install_hint
 
-# Errors that constructors raise for invalid arguments. Any other error is a bug and keeps its traceback.
+# Constructors raise these errors for invalid arguments. Any other error is a bug and keeps its traceback.
 SETTING_ERRORS = (ValueError, TypeError, KeyError, ImportError)
 # Remedies to append to messages of other libraries.
 _REMEDIES = {
@@ -95,7 +95,7 @@ def setting_errors(cfg: DictConfig, key: str) -> Iterator[None]:
 
 
 def describe(cfg: DictConfig, key: str, error: BaseException) -> str:
-    """Return an error's message. If it starts with a setting, replace the setting by its full name."""
+    """Return an error's message. If the message starts with a setting, replace the setting by its full name."""
     text = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
     text += next((remedy for part, remedy in _REMEDIES.items() if part in text), "")
     if isinstance(error, ImportError) and "torchrl-lightning[" not in text:
@@ -104,12 +104,12 @@ def describe(cfg: DictConfig, key: str, error: BaseException) -> str:
     if misspelt is not None:
         text = f"{misspelt[2]} has no {misspelt[1]}{did_you_mean(misspelt[1], dir(import_module(misspelt[2])))}"
     name_match = re.match(r"(\w+)(\[\d+\])?", text)
-    # An error of the environment may be in a sibling setting.
+    # The wrong setting may be a sibling of ``key``, for example in an error of the environment.
     for holder in filter(None, (key, key.rpartition(".")[0])):
         node = OmegaConf.select(cfg, holder)
         if isinstance(node, DictConfig) and name_match is not None and name_match[1] in node:
             setting = f"{name_match[1]}={node[name_match[1]]}"
-            # For an entry of a list, the message already includes the value.
+            # A message about an entry of a list already includes the value.
             return f"{holder}.{text}" if name_match[2] or text.startswith(setting) else f"{holder}.{setting}: {text}"
     return text if isinstance(error, IncompatibleError) else f"{key}: {text}"
 

@@ -53,7 +53,7 @@ def command_layer(overrides: Iterable[Override]) -> DictConfig:
 
 
 def file_layers(loader: ConfigLoader, config_name: str | None, lines: list[str]) -> Iterator[Any]:
-    """Yield the settings of each file of a composed config, in Hydra's order and at their place in the config."""
+    """Yield the settings of each file of a composed config in Hydra's order, nested as in the config."""
     for default in loader.compute_defaults_list(config_name, lines, RunMode.RUN).defaults:
         path = str(default.config_path)
         source = next((source for source in loader.get_sources() if source.is_config(path)), None)
@@ -65,7 +65,7 @@ def file_layers(loader: ConfigLoader, config_name: str | None, lines: list[str])
 
 
 def renamed_parts(config: DictConfig) -> list[str]:
-    """Return the paths of all parts with a class that differs from the class of their schema."""
+    """Return the paths of all parts with another class than in their schema."""
     return [path for path, target in targets_in(_plain(config)) if _schema_target(config, path) not in (None, target)]
 
 
@@ -90,7 +90,7 @@ def close_schemas(config: DictConfig) -> bool:
 
 
 def replace_part(config: DictConfig, path: str, target: str) -> None:
-    """Replace a part of a config by a part of another class with only the directives of the old part."""
+    """Replace a part of a config by a part of another class, which inherits only the directives of the old part."""
     outer, _, name = path.rpartition(".")
     holder = OmegaConf.select(config, outer)
     old = _plain(holder)[name]
@@ -103,7 +103,7 @@ def replace_part(config: DictConfig, path: str, target: str) -> None:
 
 
 def replace_parts(config: DictConfig, paths: Iterable[str], layers: Sequence[Any]) -> dict[str, list[str]]:
-    """Replace each part if a later layer sets a new class, and keep only the settings from this layer on.
+    """Replace the parts that get a new class from a later layer, and drop their settings in earlier layers.
 
     Args:
         config: The composed config.

@@ -30,7 +30,7 @@ from torchrl_lightning.cli.config.replace_part import is_within, replace_part, t
 from torchrl_lightning.cli.config.validate import TRUST
 from torchrl_lightning.cli.error_messages import UsageError
 
-# Settings that always come from the current run, not from the checkpoint.
+# Settings that the current run defines, never the checkpoint.
 _CURRENT_RUN = {"ckpt_path", "trusted", "paths", "hparams_search", "hydra"}
 # Process settings that must not come from a file of another person.
 _PROCESS_SETTINGS = {"trainer.profiler", "trainer.detect_anomaly"}
@@ -109,8 +109,8 @@ def read_record(stored: Mapping[str, Any], path: str | Path, *, trusted: bool = 
 def inherited_overrides(record: Record, path: str | Path) -> list[Override]:
     """Return the parsed overrides that a resumed run inherits.
 
-    Overrides with more than a plain value, such as an interpolation, are left out, because the config has the value.
-    Overrides that contradict the config are also left out. Only plain text is passed to Hydra's parser.
+    Overrides without a plain value, such as interpolations, are left out, because the config contains the resulting
+    value. Overrides that contradict the config are also left out. Only plain text is passed to Hydra's parser.
     """
     parser = OverridesParser.create()
     overrides: list[Override] = []
@@ -149,7 +149,7 @@ def resume_overrides(
         is_group: A function that returns True if a key is a config group.
 
     Raises:
-        UsageError: For a config group, this command and the run select different options.
+        UsageError: This command and the run select different options of a config group.
     """
     own_overrides: list[Override] = []
     for override in command_overrides:
@@ -183,7 +183,7 @@ def check_record(record: Record, path: str | Path) -> None:
 
 
 def needs_trust(config: dict[str, Any]) -> bool:
-    """Return True if a run's config has classes or folders that require ``trusted=true`` for its checkpoints."""
+    """Return True if classes or folders in a run's config require ``trusted=true`` for the run's checkpoints."""
     try:
         check_record(Record(config, {}, []), "")
     except UsageError:
@@ -193,7 +193,7 @@ def needs_trust(config: dict[str, Any]) -> bool:
 
 
 def missing_choices(record: Record, choices: Mapping[str, str | None], chosen: Collection[str]) -> list[str]:
-    """Return overrides that restore the run's groups if YAML now selects other options; skip groups in ``chosen``."""
+    """Return overrides that restore the run's groups if YAML now selects other options; omit lines in ``chosen``."""
     differing = [
         f"{group}={option or 'null'}"
         for group, option in record.choices.items()
@@ -313,9 +313,9 @@ def check_checkpoint(
 
     With ``plays``, the check compares only environment and networks, because an evaluation builds nothing else.
 
-    The check builds a copy of the model without allocating its tensors. With ``resumes``, it also builds a copy in
-    memory and compares the optimizer states. A ``world_size`` of None accepts any number of ranks. If ``config`` is
-    given, the error names the model settings that differ.
+    The check builds a copy of the model without allocating its tensors. With ``resumes``, the check also builds an
+    allocated copy and compares the optimizer states. A ``world_size`` of None accepts any number of ranks. If
+    ``config`` is given, the error names the model settings that differ.
     """
     from torchrl_lightning._core.ranks import state_of_rank
     from torchrl_lightning.agents.base import AgentModule
@@ -374,7 +374,7 @@ def _check_trust(config: Mapping[str, Any], path: str | Path, *, trusted: bool) 
 
 
 def _replaced_parts(record: Record, command_overrides: Iterable[Override]) -> set[str]:
-    """Return each part of a run if the command line sets another class for the part."""
+    """Return the parts of a run that get another class from the command line."""
     stored = dict(targets_in(record.config))
     return {part for part, target in targets_of(command_overrides) if stored.get(part, target) != target}
 
@@ -411,7 +411,7 @@ def _settings(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def _changed_values(
     node: DictConfig, stored: Mapping[str, Any], keys: tuple[str, ...] = (), *, interpolated: bool
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the settings that differ from the checkpoint, either interpolations or plain values (``interpolated``)."""
+    """Yield the changed settings and their old values: interpolations if ``interpolated``, otherwise plain values."""
     for key, value in stored.items():
         path = (*keys, key)
         child = node._get_node(key, validate_access=False)
@@ -427,7 +427,7 @@ def _changed_values(
             if is_missing or plain(OmegaConf.create({"value": node[key]}))["value"] != value:
                 yield path, value
         except OmegaConfBaseException:
-            continue  # the value, such as the folder, exists only in a running job
+            continue  # values such as the job's folder exist only in a running job
 
 
 def _assign(config: DictConfig, keys: Collection[str], value: Any) -> None:

@@ -17,7 +17,7 @@ from torchrl_lightning.cli.error_messages import UsageError
 
 _GROUPS = ("callbacks", "data", "env", "logger", "model", "paths", "trainer")
 TRUST = "if you trust its author, set trusted=true"
-_FLUSH_INTERVAL = "logger.csv.flush_logs_every_n_steps"  # Lightning divides by it
+_FLUSH_INTERVAL = "logger.csv.flush_logs_every_n_steps"  # Lightning divides by this setting
 
 
 def check_config(cfg: DictConfig) -> None:
@@ -55,7 +55,7 @@ def check_config(cfg: DictConfig) -> None:
         raise UsageError(f"model.network is {network!r}, expected a config; select it as model/network={suggestion}")
     if cfg.eval_checkpoint not in ("best", "last"):
         raise UsageError(f"eval_checkpoint is {cfg.eval_checkpoint!r}; expected 'best' or 'last'.")
-    # Settings that end a run; Lightning reads -1 as never.
+    # Settings that end a run. With -1, Lightning never ends it.
     ends = [cfg.trainer.get("max_epochs", -1), cfg.trainer.get("max_steps", -1), cfg.data.get("total_frames", -1)]
     if not cfg.trainer.get("max_time") and not cfg.trainer.get("fast_dev_run") and all(end == -1 for end in ends):
         end = "trainer.max_epochs=N (or max_steps, max_time)"
@@ -132,7 +132,7 @@ def read_resumed_checkpoint(cfg: DictConfig) -> dict[str, Any]:
 
     path, trusted = Path(cfg.ckpt_path), is_trusted(cfg)
     stored = read_checkpoint_file(path)
-    if CONFIG not in stored:  # a run with the user's own Trainer
+    if CONFIG not in stored:  # the checkpoint is from a user's own Trainer
         return stored
     try:
         # Skip other groups, such as paths: the current config defines the folders of this run.

@@ -1,8 +1,8 @@
 """Lock the folder of a run and write the record of its config. This module has only light imports.
 
 The system releases a lock when the process ends for any reason. The record consists of the files that Hydra writes by
-default. This module writes them instead, because Hydra would write before it calls the task, even into the folder of
-another active run.
+default. This module writes them instead. Hydra would write them before the task starts, even into the folder of another
+active run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def locked(folder: Path, name: Path = _LOCK_FILE) -> Iterator[None]:
     """Lock a run's folder against other processes.
 
     The system releases this POSIX lock when the process ends, even after ``kill -9`` and on network filesystems.
-    Worker processes do not inherit it.
+    Worker processes do not inherit the lock.
 
     Raises:
         UsageError: Another process holds the lock, or the folder is not writable.
@@ -61,7 +61,7 @@ def locked(folder: Path, name: Path = _LOCK_FILE) -> Iterator[None]:
 
 
 def _open_lock(path: str, flags: int) -> int:
-    """Open a lock file, but do not follow a link: the file will be truncated, and the folder may be untrusted."""
+    """Open a lock file without following a link, because the file will be truncated and the folder may be untrusted."""
     return os.open(path, flags | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
@@ -93,7 +93,7 @@ def is_follower() -> bool:
 
     Only the first process writes the run's folder.
     """
-    ranks = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")  # of Lightning, torchrun and SLURM
+    ranks = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")  # variables of Lightning, torchrun and SLURM
     return any(os.environ.get(name, "0") not in ("", "0") for name in ranks)
 
 
@@ -140,7 +140,7 @@ class RunRecord:
 
 
 def with_run_record(task: Callable[[Any], float]) -> Callable[[Any], float]:
-    """Wrap a task: write the record of its config first, unless the folder belongs to a training run."""
+    """Wrap a task so that the record of its config is written first, unless the folder belongs to a training run."""
 
     @wraps(task)
     def recorded_task(cfg: Any) -> float:

@@ -24,7 +24,7 @@ class SweepFolder(Callback):
     """
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Lock the folder, or raise SystemExit if another process holds the lock. Hydra catches all other errors."""
+        """Lock the folder, or raise SystemExit if another process holds the lock. Hydra would catch any other error."""
         if "study_name" not in config.hydra.sweeper and not is_follower():
             with exit_with_one_line():
                 _locks.enter_context(locked(Path(config.hydra.sweep.dir), SWEEP))

@@ -47,10 +47,11 @@ def buffered_episodes(
     ``terminated`` and ``truncated`` are False, so that the value of the next state counts.
 
     Args:
-        source: The buffer, or a state that contains buffers. Processes that share the buffer wait during the reading.
+        source: The buffer, or a state that contains buffers. While this function reads a shared buffer, all other
+            processes wait.
         specs: The specs of the buffer's environment, without a frame stack.
         frame_stack: The number of images that the environment stacks. Only the newest image of each stack is read.
-        fields: Other fields of the demonstrations.
+        fields: Values for other fields of all demonstrations.
 
     Raises:
         DemonstrationFault: The source lacks a buffer, or a buffer lacks ``done`` flags or entries of the environment.
@@ -107,7 +108,7 @@ def _check_observations(rows: Any, specs: EnvironmentSpecs, frame_stack: int) ->
 
 
 def buffers_in(state: Any, depth: int = _MAX_DEPTH) -> Iterator[ExperienceBuffer]:
-    """Build the replay buffers of a nested state; restore only their steps.
+    """Build the replay buffers in a nested state, and restore only the steps of these buffers.
 
     Raises:
         ValueError: A state is damaged, or its buffer stores each image of overlapping frame stacks only once.
@@ -199,8 +200,8 @@ def _time_limit(recipe: EnvironmentRecipe | None) -> int | None:
 def write_dataset(dataset: str, source: Source, env: Any) -> None:
     """Write episodes of an environment as a local Minari data set that :func:`read_dataset` can read.
 
-    An episode from a buffer is skipped if its first steps were overwritten. If an episode is unfinished, or a restart
-    cut it, it is truncated at its last stored step. Only the newest image of a frame stack is written. If the last
+    An episode from a buffer is skipped if its first steps were overwritten. An episode that is unfinished or was cut by
+    a restart is truncated at its last stored step. Only the newest image of a frame stack is written. If the last
     observation is unknown, the previous observation replaces it. The recipe and the frame skip of the environment are
     written, and :func:`read_dataset` checks them. The human flag, the value and other metadata are lost.
 

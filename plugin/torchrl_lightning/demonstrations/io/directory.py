@@ -83,7 +83,7 @@ class DemonstrationDirectory:
         if not may_be_empty and not self.path.is_dir():
             raise FileNotFoundError(f"{self.path} is not a directory. Name a directory of demonstrations.")
         self._seen_names = set(taken)  # files that were read or saved
-        self._first_error = ""  # the error of the first unusable file
+        self._first_error = ""  # the message of the first unusable file
         self._rejected: dict[str, tuple[_Stamp, bool]] = {}  # file stamp, and True if a warning was logged
         self.initial: tuple[Demonstration, ...] = tuple(self._read_new(at_start=True))
         if not self.initial and not may_be_empty:
@@ -146,7 +146,7 @@ class DemonstrationDirectory:
         return demonstration if self.human is None else replace(demonstration, is_human=self.human)
 
     def save(self, demonstrations: Sequence[Demonstration], names: Sequence[str]) -> None:
-        """Write each demonstration to ``NAME.safetensors``, and remove the other files of earlier saves.
+        """Write each demonstration to ``NAME.safetensors``, and remove the files of earlier saves.
 
         All new files are complete before a new file replaces an old file. Files from other sources stay unless they
         have the same name. :meth:`poll` skips saved files.
@@ -185,7 +185,7 @@ class DemonstrationDirectory:
             names = read_json(self.path / _SAVED_NAMES, MANIFEST_BYTES, MANIFEST_VALUES)
         except (OSError, ValueError):
             return set()
-        # Another program may have written the list, and the files in it will be removed. Accept only plain names.
+        # Accept only plain names: another program may have written the list, and save() removes the listed files.
         plain_names = {name for name in names if _is_plain_file_name(name)} if isinstance(names, list) else set()
         return {name for name in plain_names if (self.path / name).is_file()}
 

@@ -28,7 +28,7 @@ def open_hdf5(path: Path) -> Iterator[Any]:
     def external_name(name: bytes, link: Any) -> str | None:
         entry = file[name] if link.type == h5py.h5l.TYPE_HARD else None
         if entry is None or (isinstance(entry, h5py.Dataset) and (entry.is_virtual or entry.external)):
-            return name.decode(errors="replace")  # a return value other than None ends h5py's visit
+            return name.decode(errors="replace")  # h5py stops if this returns a value other than None
         return None
 
     check_regular(path)

@@ -133,7 +133,7 @@ class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         action = self.action(action, "the action of a key of the environment")
-        # Copy twice: the environment may change the action, and Gymnasium's play passes the same object again.
+        # Store and pass copies: the environment may change its action, and Gymnasium's play reuses the object.
         self._actions.append(copy.deepcopy(action))
         observation, reward, terminated, truncated, info = self.env.step(copy.deepcopy(action))
         self._observations.append(copy.deepcopy(observation))

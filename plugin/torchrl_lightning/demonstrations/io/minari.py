@@ -58,8 +58,8 @@ def minari_demonstrations(
         FileNotFoundError: A local data set with this id does not exist.
         TypeError: The object is not a data set, or TorchRL does not have a spec for one of its spaces.
         ValueError: An episode is empty, has values that are not finite, or has values that the environment's dtypes
-            cannot represent. Also if a link in the data set points to another file, or the episodes declare more bytes
-            than ``limit`` or the free memory.
+            cannot represent. Or a link in the data set points to another file, or the episodes declare more bytes than
+            ``limit`` or the free memory.
 
     Examples:
         >>> for demonstration in minari_demonstrations("D4RL/door/human-v2"):  # doctest: +SKIP
@@ -140,7 +140,7 @@ def _import_minari() -> Any:
 
 
 def _check_files(folder: Path, dataset: Any, limit: int) -> None:
-    """Validate that the files of a data set are not links, and that its episodes are within the size limit."""
+    """Validate that the files of a data set are not links, and that the episodes are within the size limit."""
     names = {f"episode_{number}" for number in dataset.episode_indices}
     for path in folder.rglob("*"):
         if path.is_symlink():
@@ -162,14 +162,14 @@ def _datasets(group: Any) -> list[Any]:
 
 
 def _check_images(entries: Iterable[Any], path: Path, limit: int) -> None:
-    """Validate the unpacked size of compressed images; estimate it from the first image of each episode."""
+    """Validate the unpacked size of compressed images, estimated from the first image of each episode."""
     remaining = limit
     for entry in entries:
         if entry.dtype.kind != "O" or not entry.shape or not entry.shape[0] or "observations" not in entry.name:
             continue
         image_bytes = entry[0]
         if not isinstance(image_bytes, np.ndarray) or image_bytes.dtype != np.uint8:
-            continue  # a string
+            continue  # the entry contains strings
         from PIL import Image
 
         with Image.open(io.BytesIO(image_bytes.tobytes())) as image:
@@ -215,7 +215,7 @@ def write_minari(
 
     Args:
         id: The id of the data set.
-        demonstrations: The demonstrations, read one at a time.
+        demonstrations: The demonstrations. They are read one at a time.
         specs: The environment's specs.
         recipe: The environment's recipe, if known.
 

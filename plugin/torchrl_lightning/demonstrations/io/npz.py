@@ -83,7 +83,7 @@ def _read_array(stream: IO[bytes], name: str, size: int) -> np.ndarray[Any, Any]
     rows = max(1, UNPACKED_AT_ONCE // dtype.itemsize)
     for start in range(0, len(flat), rows):
         part = flat[start : start + rows]
-        # Read a limited block. Without a size, zip unpacks the whole member before it drops undeclared bytes.
+        # Read a block of known size. Otherwise zip unpacks the whole member before it drops undeclared bytes.
         part[:] = np.frombuffer(stream.read(len(part) * dtype.itemsize), dtype)
     return flat.reshape(shape, order="F" if fortran else "C")
 

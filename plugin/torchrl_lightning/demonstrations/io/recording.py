@@ -37,7 +37,7 @@ Environment = str | Callable[..., Any]
 
 
 def demonstration_specs(env: Environment | VectorEnv | EnvBase) -> tuple[EnvironmentSpecs, int]:
-    """Return the specs without a frame stack, and the frame skip, for demonstrations of an environment.
+    """Return the specs and the frame skip for demonstrations of an environment. The specs omit its frame stack.
 
     Args:
         env: The id, recipe, factory or instance of a Gymnasium or TorchRL environment. The frame skip is the recipe's
@@ -81,7 +81,7 @@ def record_demonstrations(
 
     Raises:
         EnvironmentFault: An episode has not ended after 100,000 steps.
-        DemonstrationFault: An action is outside the environment's action space; also a ValueError.
+        DemonstrationFault: An action is outside the environment's action space. This error is also a ValueError.
         ValueError: The environment or the policy's actions do not fit, or ``clip_actions`` is set for an action space
             that is not a Box.
 
@@ -134,7 +134,7 @@ class _SuccessRecorder(VectorWrapper):
 
     def __init__(self, env: VectorEnv) -> None:
         super().__init__(env)
-        self.episode_metadata: list[dict[str, bool]] = []  # of the episodes that were not yielded yet
+        self.episode_metadata: list[dict[str, bool]] = []  # metadata of the episodes that were not yielded yet
         self._stepper = VectorStepper(env)
 
     def step(self, actions: Any) -> Any:

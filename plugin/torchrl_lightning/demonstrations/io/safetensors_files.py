@@ -104,7 +104,7 @@ def write_demonstration(path: str | Path, demonstration: Demonstration) -> None:
 
 
 def write_demonstrations(demonstrations: Mapping[Path, Demonstration]) -> None:
-    """Write several files. All new files are complete and on disk before a new file replaces an old file."""
+    """Write several files. No old file is replaced before all new files are complete and on disk."""
     for path in demonstrations:
         _check_suffix(path)
     with replaced_files(*demonstrations) as files:
@@ -125,7 +125,7 @@ def _npz_observation_key(specs: EnvironmentSpecs) -> NestedKey:
 
 
 def single_observation_key(specs: EnvironmentSpecs, subject: str, remedy: str) -> NestedKey:
-    """Return the only observation key, for a file with one observation array; raise ValueError for several keys."""
+    """Return the only observation key, because the file has one observation array; raise ValueError for several."""
     if len(specs.keys) != 1:
         raise ValueError(f"{subject} stores one observation array, but the environment has {specs.keys}; {remedy}")
     return specs.keys[0]
@@ -153,7 +153,7 @@ def _to_safetensors(demonstration: Demonstration) -> bytes:
         if part is not None
         for key, leaf in keyed_leaves(part)
     }
-    header = json.loads(json.dumps(header))  # JSON makes all keys strings, as in the file
+    header = json.loads(json.dumps(header))  # JSON converts all keys to strings, as in the file
     return safetensors.torch.save(
         tensors, {_HEADER_KEY: json.dumps({**header, _CHECKSUM_KEY: checksum([header, tensors])})}
     )
@@ -186,7 +186,7 @@ def _from_safetensors(data: bytes) -> dict[str, Any]:
     if type(value) not in (int, float):
         raise ValueError(f"value must be a number or null, got {value!r}")
     parts = {_STEPS: TensorDict({}, []), _LAST: TensorDict({}, [])}
-    for name, leaf in sorted(tensors.items()):  # sorted, so that a child of a tensor raises an error
+    for name, leaf in sorted(tensors.items()):  # parents first, so that a child of a tensor raises an error
         root, *path = map(_unescape, name.split("/"))
         if len(path) > _MAX_DEPTH:
             raise ValueError(f"a tensor's name has {len(path)} levels, more than {_MAX_DEPTH}")
@@ -254,7 +254,7 @@ def with_env_dtypes(fields: dict[str, Any], specs: EnvironmentSpecs | None) -> D
             for part in (steps, last):
                 if part is not None:
                     _convert(part, key, specs.observation[key].dtype, name)
-        is_precise = specs.action_format.dtype == np.float64  # networks compute such actions in float32
+        is_precise = specs.action_format.dtype == np.float64  # networks compute float64 actions in float32
         _convert(steps, ACTION, specs.action.dtype, name, rounded=is_precise)
         action = steps.get(ACTION, None)
         if not specs.action.shape and isinstance(action, Tensor) and action.ndim == 2 and action.shape[1] == 1:

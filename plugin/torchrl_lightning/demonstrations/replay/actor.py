@@ -26,8 +26,8 @@ class DemonstrationActor(TensorDictModuleBase):
     Args:
         policy: A policy that reads a TensorDict ``[N]`` and writes ``action``.
         log_prob: The log-probability of the demonstrations' actions, if the policy writes a log-probability.
-            ``deterministic`` is 0, as for a demonstrator without randomness. ``current`` is the log-probability under
-            the policy and requires ``get_dist``.
+            ``deterministic`` writes 0: the demonstrator chose each action with probability 1. ``current`` writes the
+            log-probability under the policy and requires ``get_dist``.
 
     Raises:
         ValueError: ``log_prob`` is another value.

@@ -39,9 +39,9 @@ class DemonstrationReplay(Stateful):
         num_envs: The number of environments.
         ends: The end of a demonstration. ``recorded`` uses :attr:`Demonstration.ends`, ``terminated`` always
             terminates, and ``truncated`` always truncates, so that the value of the next state counts.
-        log_prob: The stored log-probability of the replayed actions: 0 with ``deterministic``, and the
-            log-probability under the policy with ``current``. Use ``current`` for continuous
-            actions, because the ratio of a density to 1 is meaningless.
+        log_prob: The stored log-probability of the replayed actions. ``deterministic`` stores 0. ``current`` stores the
+            log-probability under the policy. Use ``current`` for continuous actions, because the ratio of a density to
+            1 is meaningless.
         frame_stack: The number of images that an :class:`~torchrl_lightning.EnvironmentRecipe` stacks. Demonstrations
             store single images.
 
@@ -90,7 +90,7 @@ class DemonstrationReplay(Stateful):
         self.log_prob: LogProb = one_of(log_prob, "log_prob", get_args(LogProb))
         self.frame_stack = integer(frame_stack, "frame_stack")
         self._running: dict[int, DemoPlayback] = {}
-        self._scheduled: dict[int, Demonstration | None] = {}  # by environment, drawn before the episode begins
+        self._scheduled: dict[int, Demonstration | None] = {}  # drawn early; the keys are environments
         self._now = 0  # the number of the next call
         self._batch: PlaybackBatch | None = None
         self._next: ReplayedRows | None = None
@@ -184,7 +184,7 @@ class DemonstrationReplay(Stateful):
         return _Contents(*demos, storage.successes, storage.annealed, (sampler.rho, sampler.phi, sampler.alpha))
 
     def delta(self, since: _Contents) -> _Contents:
-        """Return the contents for a copy with the contents ``since``, without the steps of known demonstrations."""
+        """Return the contents to send to a copy with the contents ``since``; omit the steps of its demonstrations."""
         contents, known_demos = self.snapshot(), {demo.serial: demo for demo in (*since.reward, *since.value)}
 
         def entry_of(demo: Demonstration) -> Any:

@@ -15,7 +15,7 @@ from torchrl_lightning.environments import ReplayedRows
 from torchrl_lightning.environments.wrappers.frame_stack import is_image
 
 Array = NDArray[Any]
-_MAX_BLOCK = 32  # maximum number of steps that are prepared together
+_MAX_BLOCK = 32  # maximum number of steps in a prepared block
 
 
 class DemoPlayback:
@@ -42,7 +42,7 @@ class DemoPlayback:
 
     @property
     def shapes(self) -> dict[NestedKey, tuple[int, ...]]:
-        """The shapes of a step's observations and action. All demonstrations that run together have equal shapes."""
+        """The shapes of a step's observations and action. All demonstrations in one batch have equal shapes."""
         entries: dict[NestedKey, Array] = {**self.observations, "action": self.actions}
         return {key: rows.shape[1:] for key, rows in entries.items()}
 
@@ -51,9 +51,9 @@ class DemoPlayback:
         return self.length + self.start - now
 
     def layout(self, key: NestedKey) -> tuple[tuple[int, ...], int | None]:
-        """Return the shape of an observation with a separate frame axis, and the frame axis or None.
+        """Return the shape of an observation with a separate frame axis, and the index of this axis.
 
-        The axis is None without a frame stack. The frame axis precedes the channel axis, so that :meth:`merge_frames`
+        The index is None without a frame stack. The frame axis precedes the channel axis, so that :meth:`merge_frames`
         only reshapes.
         """
         shape = self.observations[key].shape[1:]
@@ -82,7 +82,7 @@ class DemoPlayback:
     def merge_frames(self, key: NestedKey, observations: Array) -> Array:
         """Convert observations ``[..., *layout]`` to the environment's shape: merge frames into channels."""
         shape, axis = self.layout(key)
-        if axis is None or len(shape) != 4:  # without a stack, or frames without channels
+        if axis is None or len(shape) != 4:  # frames are not stacked, or do not have channels
             return observations
         return observations.reshape(*observations.shape[:-4], *shape[:axis], -1, *shape[axis + 2 :])
 

@@ -69,12 +69,12 @@ class DemonstrationReplayTransform(ReplayTransform):
                 the end flag of the replay, or cannot skip steps of single environments.
         """
         _check_env(env, self.replay)
-        # In one layer with this transform, ConditionalSkip would also skip the transform if all environments replay.
+        # In one layer, ConditionalSkip would also skip this transform when all environments replay.
         skipping_env = TransformedEnv(env, ConditionalSkip(_IsReplaying(self.replay)), auto_unwrap=False)
         return TransformedEnv(skipping_env, self, auto_unwrap=False)
 
     def resume(self) -> None:
-        """Continue the replays of a restored state, although resets precede the next step."""
+        """Continue the replays of a restored state, even if the environments are reset before the next step."""
         self._continues = True
 
     def transform_observation_spec(self, observation_spec: TensorSpec) -> TensorSpec:
@@ -184,7 +184,7 @@ def _check_env(env: EnvBase, replay: DemonstrationReplay) -> None:
 
 
 def _as_mask(reset_or_step: Tensor) -> NDArray[np.bool_]:
-    """Reshape flags ``[N, 1]``, ``[N]``, or ``[]`` for a single environment, to ``[N]``."""
+    """Reshape flags to ``[N]``. Their shape is ``[N, 1]``, ``[N]``, or ``[]`` for a single environment."""
     return reset_or_step.cpu().numpy().reshape(-1)
 
 
@@ -206,5 +206,5 @@ def _set_rows(data: TensorDictBase, key: NestedKey, values: Any, mask: NDArray[n
 
 
 def _per_env(entry: Tensor, data: TensorDictBase, mask: NDArray[np.bool_]) -> Tensor:
-    """Add the environment dimension to an entry if it is missing, as in a single environment."""
+    """Add the environment dimension to an entry of a single environment if the dimension is missing."""
     return entry.reshape(len(mask), *entry.shape[data.ndim :])
