@@ -92,7 +92,7 @@ class _TypedStorage:
 
 
 class _ArgumentTuple(tuple[Any, ...]):
-    """A tuple that contains a function, class or storage; valid as arguments of a call, but not in a checkpoint."""
+    """A tuple with a function, class or storage; a pickle may pass it to a function, but not store it as a value."""
 
 
 class _Unpickler:
@@ -184,7 +184,7 @@ class _Unpickler:
 
     # -- building --------------------------------------------------------------------------------------------------
     def push_global(self) -> None:
-        """Push an object by its name, which must be allowed."""
+        """Read a name, and push its object; raise ValueError if the name is not allowed."""
         name = f"{self.read_line()}.{self.read_line()}"
         value = self.names.get("torch.storage.UntypedStorage" if name == "torch.UntypedStorage" else name)
         if value is None:

@@ -142,8 +142,8 @@ def invalid_tensors(checkpoint: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of tensors that are not dense or that repeat their memory.
 
     Raises:
-        ValueError: The checkpoint has too many values, levels or characters, for example in a list that contains
-            itself. Or the tensors have many times the bytes of their memory.
+        ValueError: The checkpoint has too many values, levels or characters; a list that contains itself has too many
+            levels. Or its tensors share memory and together have many times the bytes of this memory.
     """
     pending: list[tuple[_Path, Any, int]] = [(None, checkpoint, 0)]
     count, characters, elements, storage_bytes = 0, 0, 0, dict[int, int]()

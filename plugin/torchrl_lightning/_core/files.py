@@ -101,7 +101,7 @@ def temporary_sibling(target: Path, create: Callable[[Path], None]) -> Iterator[
 
 
 def _lock(path: Path, if_unsupported: bool) -> contextlib.ExitStack | None:
-    """Lock a temporary file or folder until the stack is closed or the process ends; return None if that fails.
+    """Lock a temporary file or folder until the stack is closed or the process ends; return None if locking fails.
 
     If the system cannot lock files, ``if_unsupported`` decides whether the file counts as locked.
     """
@@ -130,7 +130,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    # A rename is durable only after a sync of the folder; not every platform can open a folder.
+    # A rename is durable only after a sync of the folder. Some platforms cannot open a folder.
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -13,8 +13,8 @@ def stack_axis(shape: Sequence[int]) -> int:
 def channels_are_last(shape: Sequence[int]) -> bool:
     """Return whether images of this shape are ``[H, W, C]``; False unless the shape has three dimensions.
 
-    In a square image the two equal sizes are rows and columns, because a stack of small images may have more channels
-    than rows. In other images the first or last axis is the channel axis, whichever is smaller.
+    If two adjacent sizes are equal, they are the height and the width; the number of channels may be larger, as in a
+    stack of small images. Otherwise the smaller of the first and the last size is the number of channels.
 
     Examples:
         >>> channels_are_last((64, 64, 12)), channels_are_last((4, 84, 84)), channels_are_last((210, 160, 3))

@@ -148,7 +148,7 @@ class _StubFinder(MetaPathFinder, Loader):
         self.contents = contents
 
     def root_of(self, name: str) -> str | None:
-        """Return the name in ``contents`` of a module or of a package above it; None if both are missing."""
+        """Return the name in ``contents`` that is the module or a package above the module; None without one."""
         return next((root for root in self.contents if f"{name}.".startswith(f"{root}.")), None)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:

@@ -197,7 +197,7 @@ def map_tree(file: UnnamedFile, tree: Tree, rows: int) -> Tree:
 
 
 def _offsets(tree: Tree, rows: int) -> list[int]:
-    """Return the offset of each leaf in a file, a multiple of the page size, and the size of the file."""
+    """Return the offsets of all leaves in a file, as multiples of the page size, and finally the size of the file."""
     sizes = [rows * math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for _, leaf in leaves_of(tree)]
     *offsets, total = accumulate((-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes), initial=0)
     return [*offsets, max(total, mmap.PAGESIZE)]

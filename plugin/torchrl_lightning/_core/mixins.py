@@ -1,4 +1,4 @@
-"""Mixins for our parts: pickling of lambdas, a readable constructor, and a random generator that can be pickled.
+"""Mixins for our parts: pickling of lambdas, a visible signature, and a random generator that can be pickled.
 
 :func:`integers_below` and :func:`uniform` draw the same numbers as torch's functions in half of the time on the CPU.
 """
@@ -133,14 +133,14 @@ class GeneratorMixin:
         self.generator.set_state(state)
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)  # TorchRL's samplers cannot be sent to processes, and omit their generator
+        return dict(self.__dict__)  # TorchRL's samplers omit the generator, and cannot be sent to processes
 
 
 def integers_below(high: int, count: int, generator: torch.Generator | None) -> Tensor:
     """Draw the same numbers as ``torch.randint(high, (count,))``, on the generator's device."""
     try:
         return torch.from_numpy(np.empty(count, np.int64)).random_(0, high, generator=generator)
-    except RuntimeError:  # a generator on another device; a check before the draw would cost as much
+    except RuntimeError:  # the generator is on another device; checking this first would take as long as the draw
         device = None if generator is None else generator.device
         return torch.randint(high, (count,), generator=generator, device=device)
 
@@ -151,6 +151,6 @@ def uniform(count: int, generator: torch.Generator, dtype: Any = np.float64) -> 
     tensor = torch.from_numpy(values)
     try:
         tensor.uniform_(generator=generator)
-    except RuntimeError:  # a generator on another device
+    except RuntimeError:  # the generator is on another device
         tensor.copy_(torch.rand(count, dtype=tensor.dtype, generator=generator, device=generator.device))
     return values

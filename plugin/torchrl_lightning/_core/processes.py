@@ -55,12 +55,12 @@ def _watch_parent(parent: int) -> None:
 
 def end_processes(processes: Sequence[BaseProcess], timeout: float) -> None:
     """Wait ``timeout`` seconds for processes to end, then terminate and finally kill the remaining processes."""
-    processes = [process for process in processes if process.pid is not None]  # only started processes
+    processes = [process for process in processes if process.pid is not None]  # without a pid, a process never started
     for method in (None, "terminate", "kill"):
         for process in processes:
             if method is not None and process.is_alive():
                 getattr(process, method)()
-        # A killed process ends for certain, but a busy machine may need more time to report it.
+        # A busy machine may need more time to report that a killed process has ended.
         deadline = time.monotonic() + (max(timeout, _REAPING) if method == "kill" else timeout)
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -100,7 +100,7 @@ def check_descriptors(count: int, per_process: int) -> None:
 
 
 def resource_error(error: BaseException) -> str | None:
-    """Describe the system resource that processes or their shared memory lack; return None for other errors.
+    """Describe the exhausted system resource: processes, files or shared memory. Return None for other errors.
 
     Examples:
         >>> print(resource_error(BlockingIOError(errno.EAGAIN, "no fork")))

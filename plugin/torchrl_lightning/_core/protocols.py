@@ -130,7 +130,7 @@ class PolicyApi(_View):
         in_keys: The entries that the policy reads, if known.
         out_keys: The entries that the policy writes, if known.
         get_dist: Return the distribution over actions in a TensorDict.
-        clip_actions: Whether its actions are clipped to their Box before the environment receives them.
+        clip_actions: Whether actions are clipped to the bounds of the action space before the environments are stepped.
         set_worker: Set the policy's worker number and the number of workers of the collector.
     """
 
@@ -149,7 +149,7 @@ class SamplerApi(_View):
         part: The sampler.
         supports_uneven_rings: Whether the sampler supports unevenly filled rings.
         batch_length: The number of steps in a window; None for single steps.
-        episode_ends: The meaning of the end of an episode within a window.
+        episode_ends: The treatment of an episode's end in a window: ``"inside"``, ``"across"`` or ``"pad"``.
         num_earliest_frames_ignored: The number of oldest steps of each environment that are not drawn.
         traj_key: The entry that holds ids of trajectories.
     """
@@ -185,7 +185,7 @@ class CollectorApi(_View):
         part: The collector.
         marks_trajectory_starts: Whether ``is_init`` and ``done`` mark the start of each trajectory.
         replays: Whether recorded steps are replayed in some environments.
-        clip_actions: Whether actions are clipped to their Box; None if it is unknown.
+        clip_actions: Whether actions are clipped to the bounds of the action space; None if it is unknown.
         num_workers: The number of processes that step environments.
         total_frames: The number of frames after which the collector ends; -1 for never.
         yields_shared_memory: Whether ``reused_rows`` yields the same steps in the layout of a replay buffer.
@@ -251,7 +251,7 @@ class SourceApi(_View):
 
     @property
     def stores_rows(self) -> bool:
-        """Whether the source stores rows itself; if True, it also has ``accepts_shared_rows`` and a length."""
+        """Whether the source stores rows itself; if True, the source also has ``accepts_shared_rows`` and a length."""
         return None not in (self.extend, self.metrics, self.shutdown)
 
 

@@ -77,7 +77,7 @@ class RankStop:
         self.is_active, self._owner = False, None
         observer.remove(self._note)
         for number, handler in self._handlers.items():
-            # After an agreement the process is about to end: further signals of a launcher must not change its status.
+            # After an agreement the process is about to end: further signals must not change its exit status.
             signal.signal(number, handler if self.agreed is None else signal.SIG_IGN)
         for process in self.processes:
             try:
@@ -102,7 +102,7 @@ class RankStop:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Let the ranks stop within an evaluation on all ranks; wait after the block until all ranks complete it."""
+        """Let all ranks stop within an evaluation; after the block, wait until all ranks have completed it."""
         if self._owner is None:
             yield
             return

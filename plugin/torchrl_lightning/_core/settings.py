@@ -2,8 +2,8 @@
 
 attrs and dataclasses do not fit here. OmegaConf turns their instances into configs, so ``hydra.utils.instantiate``
 fails if an agent is an argument. LightningCLI's subclass mode rejects attrs classes and dataclasses as bases. The
-generated ``__setattr__`` bypasses the registration of modules. attrs stores every field, so a field cannot serve only
-as an argument for a base.
+generated ``__setattr__`` bypasses the registration of modules. attrs stores every field, but some arguments
+must only be passed to a base.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class Setting:
         kw_only: False for a positional argument.
         name: The name of the argument.
         init: False for a computed attribute that is not an argument.
-        attribute: The attribute that stores the setting; empty if only the constructor of the other bases receives it.
+        attribute: The attribute that stores the setting; empty if the setting is only passed to the other bases.
         annotation: The type as written in the class.
-        value_type: The evaluated type; ``Any`` if its names are imported only for type checkers.
+        value_type: The evaluated type; ``Any`` if the type uses names that are imported only for type checkers.
         check: Function that takes the value and the name of the setting, and returns the validated value to store.
     """
 
@@ -111,10 +111,10 @@ def computed(*, init: Literal[False] = False) -> Any:
 class Settings:
     """Base of classes that declare their settings as attributes with a type and a default.
 
-    A setting is passed by name and stored as an attribute. The check in its annotation runs before anything else, so an
-    object never has invalid settings. Then ``_init_bases`` passes the settings annotated as ``InitVar`` to the
-    constructor of the other bases, without storing them. Finally ``__post_init__`` completes the object. The positional
-    settings of the bases come before the positional settings of the class, unless the class declares them again. A
+    A setting is passed by name and stored as an attribute. The checks in the annotations run first, so an object never
+    has invalid settings. Then ``_init_bases`` passes the settings annotated as ``InitVar`` to the constructor of the
+    other bases, without storing these settings. Finally ``__post_init__`` completes the object. The positional settings
+    of the bases come before the positional settings of the class, unless the class declares the same settings again. A
     subclass with its own ``__init__`` is built like any other class.
 
     Raises:
@@ -160,7 +160,7 @@ class Settings:
 
     @classmethod
     def check_assignments(cls, attribute: str, check: Check | None, name: str) -> None:
-        """Validate later assignments to an attribute by the check of setting ``name``; None removes a base's check."""
+        """Validate later assignments to an attribute by a check; None removes a base's check. Messages use ``name``."""
         if check is not None:
             Checked(check, name).add_to(cls, attribute)
         elif isinstance(inspect.getattr_static(cls, attribute, None), Checked):
@@ -171,7 +171,7 @@ class Settings:
 
         Args:
             name: The setting. A class without this setting is valid.
-            has_effect: Whether the values of the other settings let this setting have an effect.
+            has_effect: Whether this setting has an effect with the values of the other settings.
             needs: The requirement for an effect, for the message.
         """
         setting = self.settings_of_class.get(name)
@@ -184,8 +184,8 @@ class Settings:
 def _declared_settings(cls: type[Settings]) -> tuple[dict[str, Setting], set[str]]:
     """Return the settings that a class declares, and the names of its computed attributes.
 
-    Their class attributes are deleted, because they would hide attributes of a base. Plain settings, such as
-    numbers, switches and names, are also validated on later assignments.
+    The class attributes of the settings are deleted, because they would hide attributes of a base. Plain settings, such
+    as numbers, switches and names, are also validated on later assignments.
     """
     declared: dict[str, Setting] = {}
     computed_names = set[str]()
@@ -256,7 +256,7 @@ def _resolve_annotation(annotation: Any, cls: type) -> Any:
         return annotation
     try:
         return eval(annotation, vars(sys.modules[cls.__module__]), dict(vars(cls)))
-    except NameError:  # imported only for type checkers
+    except NameError:  # the annotation uses a name that is imported only for type checkers
         return Any
 
 

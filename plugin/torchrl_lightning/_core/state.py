@@ -3,19 +3,19 @@
 A part derives from :class:`Stateful` and lists the entries of its state in ``STATE``, in the order of loading:
 
 ==================== =================================================================================================
-:class:`Attribute`   an attribute that is set to a copy; or, without a check, a constructor argument that must be equal
+:class:`Attribute`   an attribute that is set to a copy; without a check, an argument that must equal the saved value
 :class:`InPlace`     a tensor or array that is filled in place, because other objects share it
-:class:`Child`       a part that is :class:`Stateful` itself, or None
+:class:`Child`       another part that is :class:`Stateful`, or None
 ==================== =================================================================================================
 
 A check takes ``(value, name)``. It returns the value to store, or raises ``state_error(value, name, "the expected
-value")``. If the check depends on the part, pass a function of the part that returns the check::
+value")``. If the check depends on the part, pass a function that takes the part and returns the check::
 
     Attribute(bounded_integer(1))
     Attribute(check_for=lambda ring: bounded_integer(0, ring.capacity - 1))
     Attribute(check_for=lambda buffer: buffer._read_episodes)
 
-An attribute may be nested, as ``"table.alpha"``, or a property that converts from and to the saved value.
+An attribute may be nested, as ``"table.alpha"``. It may also be a property that returns and accepts the saved value.
 
 Hooks: ``_validate_consistency(values)`` raises ValueError if entries conflict, and ``_post_load()`` updates derived
 attributes. To take a lock, or to handle a value that no entry can describe, override :meth:`~Stateful.validate_state`
@@ -144,7 +144,7 @@ def list_of(check: Check) -> Check:
 
 
 def same(expected: Any, owner: str, argument: str = "") -> Check:
-    """Expect the value that the constructor of the owner received as ``argument``, by default the entry's name."""
+    """Expect the value of the owner's constructor argument ``argument``, which has the entry's name by default."""
 
     def check(value: Any, name: str) -> Any:
         if type(value) is not type(expected) or value != expected:
@@ -222,7 +222,7 @@ class Attribute:
             constructor sets it, and a state with another value is rejected.
         attribute: The path of the attribute in the part; the entry's name by default.
         to_saved: Returns the saved form of the attribute's value; the form may share memory with the value.
-        check_for: Returns the check for a part, instead of ``check``.
+        check_for: Function that takes the part and returns the check; it replaces ``check``.
         exists_if: The name of another attribute of the part. The entry exists only if that attribute is true; by
             default, the entry always exists.
         argument: The constructor argument of a build value; the entry's name by default.
@@ -242,7 +242,7 @@ class Attribute:
         return type(self) is Attribute and self.check is None and self.check_for is None
 
     def save(self, part: Any, path: str, copy: bool) -> Any:
-        """Return the entry of a part's state; ``copy`` decides whether it is a copy."""
+        """Return the entry's value in the state of a part; copy it if ``copy`` is True."""
         value = attrgetter(path)(part)
         return to_plain(value if self.to_saved is None else self.to_saved(value), copy)
 
@@ -314,7 +314,7 @@ class Stateful:
     Attributes:
         STATE: The entries, in the order of loading.
         OWNER: The name of the part in messages.
-        VERSION: The version of its states; None if they are always saved within the state of another part.
+        VERSION: The version of the part's states; None for a part that is saved only within another part.
 
     Examples:
         >>> from torchrl_lightning._core.mixins import GeneratorMixin
@@ -394,14 +394,14 @@ class Stateful:
         ]
 
     def _validate_consistency(self, values: Mapping[str, Any]) -> None:
-        """Validate entries together; raise ValueError if they conflict. Each entry is valid by itself."""
+        """Validate entries together; raise ValueError if they conflict. Each entry is already validated by itself."""
 
     def _post_load(self) -> None:
         """Update derived attributes after the entries are loaded."""
 
 
 def to_plain(value: Any, copy: bool) -> Any:
-    """Convert the arrays in a value to tensors, also within dicts and lists; ``copy`` copies and gathers all rows."""
+    """Convert arrays to tensors, also within dicts and lists; if ``copy`` is True, copy tensors and gather rows."""
     if isinstance(value, dict):
         return {key: to_plain(item, copy) for key, item in value.items()}
     if type(value) in (list, tuple):

@@ -117,8 +117,8 @@ class StorageBase(NoCheckpointerMixin, LazyTensorStorage):
         self.initialized = value is not None
         self.__dict__.pop("_total_shape_value", None)
 
-    # TorchRL always keeps the length in shared memory. Here the length is private until the storage is shared, like
-    # positions and cells.
+    # TorchRL always keeps the length in shared memory. Here the length is private, like positions and cells, until the
+    # storage is shared.
     @property
     def _len(self) -> Any:
         return LazyTensorStorage._len.fget(self) if self._shared else self._own_length
@@ -156,7 +156,7 @@ class StorageBase(NoCheckpointerMixin, LazyTensorStorage):
         self._bump_mutation_revision()
 
     def bump_revision(self) -> None:
-        """Increment the revision without locking out other processes; any change of the number is enough."""
+        """Increment the revision without its lock, because any change of the number is enough."""
         self._mutation_revision_value.get_obj().value += 1
 
     def draw(self, count: int) -> Tensor:
@@ -312,7 +312,7 @@ class BufferBase(TensorDictReplayBuffer):
             yield list(state["queue"])
 
     def set_prefetched(self, batches: Sequence[tuple[TensorDictBase, dict[Any, Any]]]) -> None:
-        """Wait for running prefetches, and replace their batches by ``batches``."""
+        """Wait for running prefetches, and replace the prefetched batches by ``batches``."""
         with self._futures_lock:
             self._synchronize_futures_locked()
             self._clear_prefetch_queue_locked()
@@ -342,7 +342,7 @@ logger_connector = attrgetter("_logger_connector")
 has_global_hooks = _has_any_global_hook
 """Return whether global module hooks are registered."""
 forward_hooks = attrgetter("_forward_hooks", "_forward_pre_hooks")
-"""Return the forward hooks and the forward pre-hooks of a torch module, two dicts."""
+"""Return the forward hooks and the forward pre-hooks of a torch module as two dicts."""
 foreach_lerp_ = torch._foreach_lerp_
 """Interpolate lists of tensors in place towards other tensors by a weight."""
 env_observations = attrgetter("_env_obs")

@@ -195,7 +195,7 @@ def cast_rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def schema_of(data: TensorDictBase | Tree, batch_dims: int, *, devices: bool = False) -> Schema:
-    """Return the shape without ``batch_dims`` leading dimensions, the dtype and optionally the device of every leaf."""
+    """Return shape, dtype and optionally device of every leaf; the shape omits the first ``batch_dims`` dimensions."""
     return {
         key: (leaf.shape[batch_dims:], leaf.dtype, *((leaf.device,) if devices else ()))
         for key, leaf in keyed_leaves(data)

@@ -1,7 +1,7 @@
 """Validate configs from untrusted files: they may hold only plain values and the names of harmless classes.
 
 An attacker may have written the file. The objects named in the file are imported, built or opened only after
-:func:`check_config` has validated the whole config. A closed table maps names to classes.
+:func:`check_config` has validated the whole config. A fixed table maps the allowed names to classes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from torchrl_lightning._core import file_limits
 from torchrl_lightning._hydra.paths import CONF_DIR
 
-MODULES = ("ale_py", "gymnasium_robotics", "minigrid")  # modules of our presets, which an environment's id may import
+MODULES = ("ale_py", "gymnasium_robotics", "minigrid")  # modules of our presets; an environment's id may import them
 DEPTH, NODES, LENGTH, LARGEST = 32, 20_000, 4096, 1 << 63  # limits of a config; our configs need a tenth of them
 
 # Classes of other packages that are built from plain values. They use no files, connections or callables.
@@ -174,7 +174,7 @@ def resolve_target(name: str) -> Any:
 def without_folders(node: Any) -> Any:
     """Return a config without the folders and data sets that our classes read and write.
 
-    They are not needed to play a policy.
+    A policy runs without these folders and data sets.
 
     Examples:
         >>> without_folders({"_target_": "torchrl_lightning.RingStorage", "max_size": 9, "scratch_dir": "here"})
@@ -279,7 +279,7 @@ class _ConfigValidator:
             yield from _size_errors(str(key), value, path, is_environment_setting)
 
     def _recipe_errors(self, node: dict[Any, Any], path: str) -> Iterator[str]:
-        """Yield an error if ``id`` is not an environment, and for each item of ``wrappers`` that is not a wrapper."""
+        """Yield errors: ``id`` must be an environment, and each item of ``wrappers`` must be a wrapper."""
         wrappers = node.get("wrappers")
         components: list[tuple[str, Any, tuple[str, ...]]] = [("id", node.get("id"), _ENVIRONMENTS)]
         components += [
@@ -289,7 +289,7 @@ class _ConfigValidator:
         for name_in_recipe, component, allowed_targets in components:
             target_name = component.get("_target_") if type(component) is dict else None
             target: Any = resolve_target(target_name) if type(target_name) is str else None
-            if target is None:  # the id of an environment, a rejected name, or the user's own class
+            if target is None:  # an environment's id, a name that was already rejected, or the user's own class
                 continue
             is_wrapper = _is_subclass(target, "gymnasium.Wrapper", "torchrl.envs.Transform")
             if not (_canonical_name(target) in allowed_targets if allowed_targets else is_wrapper):
@@ -299,7 +299,7 @@ class _ConfigValidator:
 
 
 def _size_errors(key: str, value: Any, path: str, is_environment_setting: bool) -> Iterator[str]:
-    """Yield an error for the first number of an argument that exceeds its limit."""
+    """Yield an error for the first number in an argument that is larger than the argument's limit."""
     if _TIME_ARGUMENT.fullmatch(key):
         return
     is_capacity = not is_environment_setting and _CAPACITY_ARGUMENT.fullmatch(key)

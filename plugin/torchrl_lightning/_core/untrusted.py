@@ -50,7 +50,7 @@ def open_regular(path: str | Path, limit: int | None = None) -> BinaryIO:
         ValueError: The file has more than ``limit`` bytes.
     """
     check_regular(path)
-    # A FIFO may have replaced the file: without O_NONBLOCK, opening it waits until a process writes to it.
+    # A FIFO may have replaced the file; without O_NONBLOCK, opening a FIFO would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
         status = os.fstat(descriptor)

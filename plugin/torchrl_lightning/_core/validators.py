@@ -161,7 +161,7 @@ def boolean(value: Any, name: str) -> bool:
 
 
 def one_of(value: Any, name: str, options: Collection[Any]) -> Any:
-    """Return one of some options."""
+    """Return a value that is one of the options."""
     if value not in options:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, options))}, got {value!r}.")
     return value
@@ -181,7 +181,7 @@ def check_defaults(condition: str, remedy: str, **settings: tuple[Any, Any]) -> 
 
     Args:
         condition: The reason why the settings do nothing, such as ``"without record_episodic_return=True"``.
-        remedy: The change that gives the settings an effect.
+        remedy: A change after which the settings have an effect, such as ``"leave sampler out"``.
         settings: The value and the default value of each setting.
 
     Examples:

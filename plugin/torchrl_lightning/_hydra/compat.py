@@ -118,7 +118,7 @@ def _names_in(node: Any) -> Iterator[str]:
 
 
 def _whitelist_entries(name: str) -> Iterator[str]:
-    """Yield whitelist entries for a name: the name, its definition and nested functions, because Hydra checks all."""
+    """Yield the whitelist entries that Hydra checks for a name: the name, its definition and nested functions."""
     try:
         definition = resolve_name(name)
     except (ImportError, AttributeError, ValueError):

@@ -1,7 +1,7 @@
 """Build typed config schemas of this package's components, so that Hydra validates names and types of all fields.
 
 The schemas are built from ``schemas.json``, which ``tests/wiring.py`` derives from the constructors. Only the commands
-of this package merge them: a schema has a default for each setting, which would replace the values of another
+of this package merge the schemas into configs, because the defaults in a schema would replace the values of another
 application. This file does not import torch, because the search-path plugin registers the schemas in every Hydra
 application of the environment.
 """

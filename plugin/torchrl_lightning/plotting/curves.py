@@ -46,7 +46,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Run:
-    """A run in Hydra's record: its name, changed settings, seed and the run that it continues."""
+    """A run, as read from Hydra's record: its name, changed settings, seed and the run that it continues."""
 
     folder: Path
     name: str
@@ -64,7 +64,7 @@ class Run:
         return " ".join((*environment, *["by"] * bool(environment), self.name, *other_settings.values()))
 
     def config_value(self, key: str) -> str | None:
-        """Return the run's option of a config group, or its value of a setting; None if it was not recorded."""
+        """Return the option of a config group or the value of a setting in this run; None if it was not recorded."""
         if key in self.choices:
             return self.choices[key]
         value = raw_value(self.config, key)
@@ -94,7 +94,7 @@ class _Log:
 
 
 def read_source(source: Path, metric: str, x: str, label: str | None = None) -> list[Curve]:
-    """Read the curves of a file, or of every ``metrics.csv`` below a folder; by default, labels consist of settings."""
+    """Read the curves of a file, or of every ``metrics.csv`` below a folder; by default, labels list the settings."""
     if not source.exists():
         raise FileNotFoundError(f"no such file or folder: {source}")
     paths = sorted(source.rglob("metrics.csv")) if source.is_dir() else [source]
@@ -112,7 +112,7 @@ def read_source(source: Path, metric: str, x: str, label: str | None = None) -> 
             xs, ys = xs[order], ys[order]
             name = label or (default_label(path) if run is None else run.label)
             seed = None if run is None or label else run.seed
-            # Lightning adds the epoch only to rows that it counts in updates.
+            # Lightning adds an epoch to a row only if the step of the row counts updates.
             unit = "updates" if "updates_per_second" in log.header or log.has_epoch else Curve.unit
             score = log.last(SCORE) if metric == "eval/return" else None
             curves.append(Curve(name, path, xs, ys, seed, run, unit, score, log.last(ENDED_EARLY)))
@@ -160,7 +160,7 @@ def default_label(path: Path) -> str:
 
 
 def _read_run(path: Path, continued_by: frozenset[Path] = frozenset()) -> Run | None:
-    """Read Hydra's record of the run of a file; return None without a record or if the run continues itself."""
+    """Read Hydra's record of the run that wrote a file; return None without a record, or if runs form a cycle."""
     folder = run_folder(path)
     if folder is None or folder in continued_by or not (folder / ".hydra" / "hydra.yaml").is_file():
         return None

@@ -46,7 +46,7 @@ def _scale(values: Sequence[str]) -> _Scale:
 
 
 def draw_trials(trials: Sequence[Trial], output: str | Path, metric: str = SCORE, title: str | None = None) -> Path:
-    """Plot the scores against each varied setting, with standard deviations of seeds, and highlight the best trial.
+    """Plot the scores against each varied setting, with standard deviations over seeds, and highlight the best trial.
 
     A numeric axis is logarithmic if the values span three decades, or if they span one decade and are more evenly
     spaced on a logarithmic scale. The values of a setting are categories if any of them is not a number, for example an
@@ -93,7 +93,7 @@ def _draw_setting(axes: Any, values: Sequence[str], trials: Sequence[Trial], mar
         axes.margins(x=0.2)
     elif scale.is_logarithmic:
         axes.set_xscale("log")
-        axes.xaxis.set(major_formatter=LogFormatter(), minor_formatter=LogFormatter())  # the defaults write formulas
+        axes.xaxis.set(major_formatter=LogFormatter(), minor_formatter=LogFormatter())  # labels without formulas
     else:
         axes.ticklabel_format(axis="x", scilimits=(-2, 5))  # long labels such as 0.00045 would overlap
     for i, (position, trial) in reversed([*enumerate(zip(scale.positions, trials, strict=True))]):
@@ -138,7 +138,7 @@ def draw_parallel(trials: Sequence[Trial], output: str | Path, metric: str = SCO
 def draw_importances(
     trials: Sequence[Trial], output: str | Path, metric: str = SCORE, title: str | None = None
 ) -> Path:
-    """Draw the importance of each setting from :func:`importances`, and the importance for shuffled scores.
+    """Draw the importance of each setting from :func:`importances`, and its chance level.
 
     The importance is a correlation, not a cause. It does not detect settings that matter only in combination. If
     a search selected settings by earlier scores, the trials are not independent.
@@ -206,7 +206,7 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _is_logarithmic(numbers: list[float]) -> bool:
-    """Return True if ascending numbers span three decades, or one decade with more evenly spaced logarithms."""
+    """Return True if ascending numbers span three decades, or one decade with a more even logarithmic spacing."""
     if numbers[0] <= 0 or numbers[-1] < 10 * numbers[0]:
         return False
     if numbers[-1] >= 1000 * numbers[0]:

@@ -17,8 +17,8 @@ from torchrl_lightning.plotting.curves import Curve, Run, read_source, runs_by_l
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-SETTINGS_LIMIT = 100  # each setting is a panel
-UNSET = "-"  # an unrecorded default of a setting that other runs change
+SETTINGS_LIMIT = 100  # a figure has a panel for each setting
+UNSET = "-"  # stored for a setting without a recorded value
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def read_trials(sources: Sequence[str | Path], metric: str = SCORE) -> list[Tria
 
     Returns:
         One trial for each combination of settings, with all its seeds. If several runs have the same seed, the latest
-        counts, but complete runs have priority over runs that a search ended early.
+        run counts. Complete runs have priority over runs that a search ended early.
 
     Raises:
         FileNotFoundError: A source does not exist or does not contain ``metrics.csv``.
@@ -77,7 +77,7 @@ def read_trials(sources: Sequence[str | Path], metric: str = SCORE) -> list[Tria
         runs = sum(map(len, groups.values()))
         below = ", ".join(map(str, sources))
         raise ValueError(f"{runs} run(s) below {below} differ only in their seeds; name runs with different settings.")
-    # Put the experiment first, then groups before fields.
+    # Put the experiment first, then groups, then fields.
     keys = sorted(
         {key for settings in all_settings for key in settings}, key=lambda key: (key != "experiment", "." in key, key)
     )
@@ -142,7 +142,7 @@ def _run_limits(run: Run) -> dict[str, str]:
 
 
 def _settings(curve: Curve) -> dict[str, str]:
-    """Map the settings of a run's overrides to their values; ``~key`` maps to ``none``."""
+    """Map each setting in a run's overrides to its value; an override ``~key`` maps to ``none``."""
     if curve.run is None:
         return {"experiment": curve.label}
     values = {key: override.partition("=")[2] or "none" for key, override in curve.run.settings.items()}
@@ -165,7 +165,7 @@ def shortened(text: str) -> str:
 
 
 def _format_end(trial: Trial) -> str:
-    """Format the frames at the early end of a trial's only run; for several runs, the number of early ends."""
+    """Format the frames until the early end of a single run; for several runs, the number of runs ended early."""
     if not trial.ended:
         return "-"
     return f"{trial.ended[0]:.0f}" if len(trial.scores) == 1 else f"{len(trial.ended)} of {len(trial.scores)}"
