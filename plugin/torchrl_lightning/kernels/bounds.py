@@ -1,4 +1,4 @@
-"""Compiled action bounds: correct values that only rounding moved beyond a bound."""
+"""Compiled action bounds: move values back to a bound if rounding moved them slightly beyond it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def set_to_bounds(actions: Any, bounds: Any) -> None:
-    """Set values that rounding moved beyond a bound to the bound, in place; keep values farther outside (numba).
+    """Correct values in place that rounding moved beyond a bound; values farther outside stay (numba).
 
     Args:
         actions: ``[N, F]``; NaN stays.

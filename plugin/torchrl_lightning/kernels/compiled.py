@@ -1,7 +1,8 @@
 """Compile kernels with numba.
 
-A kernel is a plain function. The package's functions that a kernel calls are compiled with the kernel. numba's own
-functions have placeholders here, so that only the first kernel imports numba. The import takes half a second.
+A kernel is a plain function. Functions of this package that a kernel calls are compiled together with the kernel. This
+module has placeholders for numba's own functions, so that numba is imported only with the first kernel. The import
+takes half a second.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def _intrinsics() -> dict[str, Any]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, int32, int32, int32])
             function = builder.module.declare_intrinsic("llvm.prefetch", [byte_pointer], function_type)
-            # The constants select: read (0), nearest cache (3), data (1).
+            # The constants mean: read (0), nearest cache (3), data (1).
             builder.call(function, [builder.inttoptr(arguments[0], byte_pointer), int32(0), int32(3), int32(1)])
             return context.get_dummy_value()
 

@@ -37,7 +37,7 @@ def episode_bounds(env: Any, position: Any, rings: Any, episodes: Any, first: An
         position: positions of the steps, ``[n]``.
         rings: see the module's docstring.
         episodes: see the module's docstring.
-        first: output: position of the episode's first step, ``[n]``; this step may be overwritten already.
+        first: output: position of the episode's first step, ``[n]``, even if this step is already overwritten.
         last: output: position of the episode's last step, ``[n]``.
     """
     (length, positions, valid_from), (column, _, begin, running, headless_end) = rings, episodes
@@ -58,7 +58,7 @@ def episode_bounds(env: Any, position: Any, rings: Any, episodes: Any, first: An
 def checked_episode_bounds(
     env: Any, position: Any, rings: Any, episodes: Any, clip: bool, relative: bool, first: Any, last: Any
 ) -> bool:
-    """Write the first and last positions of the episodes of steps (numba), if all steps are stored.
+    """Write the first and last positions of the episodes of steps if all steps are stored (numba).
 
     Args:
         env: as in :func:`episode_bounds`.

@@ -21,9 +21,9 @@ def write_returns(
         episodes: as in :func:`episode_bounds`.
         reward: rewards of all cells, ``[C, F]``.
         ends: markers of terminal steps in all cells, ``[C]``.
-        at_zero: whether zero marks a terminal step; if not, all other numbers mark it.
+        at_zero: True if zero marks a terminal step; False if all other numbers mark a terminal step.
         shift: number of rows from a step to its reward.
-        factors: gamma, and the bounds to which rewards are clipped.
+        factors: gamma, and the lower and upper bound of clipped rewards.
         out: output: returns, ``[C, F]``.
 
     Returns:
@@ -63,7 +63,7 @@ def write_returns(
 def n_step_returns(
     cells: Any, rings: Any, episodes: Any, horizon: Any, rewards: Any, last: Any, total: Any, steps: Any, gamma: Any
 ) -> None:
-    """Sum the rewards of n steps from each cell within its episode (numba).
+    """Sum the rewards of up to n steps of one episode, from each cell (numba).
 
     Args:
         cells: cells of the first steps, any shape ``[*B]``.

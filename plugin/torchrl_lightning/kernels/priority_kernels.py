@@ -28,8 +28,8 @@ def write(
     -1 is always skipped. Leaves outside of ``starts`` (see :class:`ValidStarts`) are zero.
 
     Returns:
-        Position of the first invalid index or priority, or -1; number of previously empty cells; change of the number
-        of nonzero leaves; the largest priority (0 if the cells are new); the last cell.
+        Five numbers: position of the first invalid index or priority, or -1; number of cells that were empty before;
+        change of the number of nonzero leaves; the largest priority (0 if the cells are new); the highest cell.
     """
     (nodes, priorities, generations), (eps, alpha, limit), (begin, end, length) = table, power, starts
     count, width, stride = len(index), len(nodes) // 2, 0 if is_new else 1
@@ -85,7 +85,7 @@ def draw(
     """Sample cells or starts of windows, with their importance weights and generations (numba).
 
     Args:
-        table: nodes of the sum tree (with a positive sum), priorities (only prefetched for the next update), and
+        table: nodes of the sum tree (with a positive sum), priorities (prefetched here for the next update), and
             generations.
         mass: uniform numbers in [0, 1), ``[B]``; overwritten.
         stratified: draw each cell from its own stratum.
@@ -95,8 +95,8 @@ def draw(
         weights: output: importance weights, like ``cells``; every step of a window has the weight of the first step.
         stamps: output: generations, like ``cells``; every step of a window has the generation of the first step.
         windows: None for single cells, so that numba compiles a kernel without windows. Otherwise a tuple: steps of a
-            window, distance between cells of successive steps, number of cells (the first cell follows the last),
-            number of nonzero leaves, and the output for leaves divided by the mean nonzero leaf.
+            window, distance between the cells of successive steps, number of cells (cell 0 follows the last cell),
+            number of nonzero leaves, and an output array for each window's leaf divided by the mean nonzero leaf.
     """
     nodes, priorities, generations = table
     count, width, total = len(mass), len(nodes) // 2, nodes[1]

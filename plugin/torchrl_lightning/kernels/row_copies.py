@@ -12,7 +12,7 @@ from torchrl_lightning.kernels.compiled import copy_bytes, load, prefetch
 NO_LEAVES = (np.empty(0, np.int64), np.empty((0, 2), np.int64))
 NO_FLAGS = np.empty((0, 0), np.bool_)
 
-PREFETCH_ROWS = 8  # rows that are prefetched before they are read
+PREFETCH_ROWS = 8  # rows are prefetched this many rows before they are read
 
 
 def write_steps(
@@ -37,7 +37,8 @@ def write_steps(
         leaves: for each leaf, the address of its cells and the bytes of a row, ``[L, 2]``.
         cells: output: cell of each row, ``[steps * M]``.
         ids: the environments, ``[M]``.
-        in_lockstep: whether ``ids`` are all environments in order at the same position; rows are then one block.
+        in_lockstep: whether ``ids`` are all environments in order and all are at the same position; rows are then one
+            block.
         steps: number of steps of each environment.
         length: cells of a ring.
         positions: next position of each environment, ``[num_envs]``; updated.
@@ -45,7 +46,8 @@ def write_steps(
         counters: rows written, restart offset, and version of the rings; the first and the last are increased.
         episodes: arrays of the episode index; may be empty.
         done: whether a step ends its episode, ``[steps, M]``; empty without an episode index.
-        init: whether a step starts an episode even if the previous step did not end one, ``[steps, M]``; may be empty.
+        init: whether a step starts an episode even if no done flag ended the previous one, ``[steps, M]``; may be
+            empty.
     """
     column, done_column, begin, running, headless_end = episodes
     count, num_envs = len(ids), len(positions)
@@ -67,7 +69,7 @@ def write_steps(
                     column[begin[env] % length * num_envs + env] = position - 1
                 else:
                     headless_end[env] = position - 1
-            # An overwritten first step stores the last position of its episode. Keep this position.
+            # If the first step of an episode is overwritten, keep the last position of the episode, which it stores.
             if oldest == position - length and column[cell] >= oldest:
                 headless_end[env] = column[cell]
             if not running[env]:
@@ -107,7 +109,7 @@ def gather(targets: Any, leaves: Any, first_after_leaf: int, cells: int, after: 
         leaves: for each leaf, the address of its cells and the bytes of a row, ``[L, 2]``.
         first_after_leaf: number of the first leaf that reads the cells ``after``.
         cells: address of the cell numbers, int64.
-        after: address of the second cell numbers, int64; may equal ``cells``.
+        after: address of the cell numbers for the leaves from ``first_after_leaf``, int64; may equal ``cells``.
         count: number of cells.
         limit: number of cells in the buffer; larger or negative cell numbers are invalid.
 

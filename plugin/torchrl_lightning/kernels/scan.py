@@ -4,8 +4,8 @@
     forward:  y[t] = x[t] + c[t] * y[t-1],   y[-1] = initial
 
 On the CPU, the recurrence is one numba pass over ``[T, N]``. On other devices, and under autograd, it is a torch scan.
-For short sequences, this scan is a loop over time. For longer sequences it has two levels (scan inside blocks, scan
-over the blocks' carries, combine), which launch ``O(log T)`` kernels instead of ``O(T)``.
+For short sequences, this scan is a loop over time. For longer sequences the scan has two levels, inside blocks and over
+the blocks' carries. This launches ``O(log T)`` kernels instead of ``O(T)``.
 
 Each estimator has its own compiled kernel, which computes temporal-difference errors, recurrence and targets in one
 pass. The kernel processes the rows in blocks that fit into the first-level cache: flat loops write ``x`` and ``c`` into
@@ -37,7 +37,7 @@ EXAMPLE_ARRAYS: dict[torch.dtype, NDArray[Any]] = {
     torch.float32: np.empty(0, np.float32),
     torch.float64: np.empty(0, np.float64),
 }
-"""The dtypes of the compiled kernels. The empty array passes the dtype of the data at the addresses to a kernel."""
+"""The dtypes of the compiled kernels. A kernel gets addresses without a dtype, so the empty array passes the dtype."""
 
 
 def runs_on_numba(x: Tensor, *others: Tensor) -> bool:
@@ -46,10 +46,10 @@ def runs_on_numba(x: Tensor, *others: Tensor) -> bool:
 
 
 def is_kernel_ready(floats: tuple[Tensor, ...], flags: tuple[Tensor, ...]) -> bool:
-    """Return quickly whether a kernel can read these tensors: one shape, contiguous on the CPU, no gradient.
+    """Return quickly whether a kernel can read these tensors: of one shape, contiguous, on the CPU, without gradient.
 
-    False only means that a full check is needed. This function takes most of the time of a small rollout's estimate, so
-    it compares only fields of the tensors and calls nothing else.
+    False only means that a full check is needed. The estimate of a small rollout spends most of its time in this check.
+    The check therefore compares only fields of the tensors and calls nothing else.
     """
     first = floats[0]
     if type(first) is not Tensor or first.dtype not in EXAMPLE_ARRAYS:
@@ -67,7 +67,7 @@ def is_kernel_ready(floats: tuple[Tensor, ...], flags: tuple[Tensor, ...]) -> bo
 
 
 def as_contiguous(x: Tensor) -> Tensor:
-    """Detach a tensor and make it contiguous for a kernel; numpy cannot convert tensors without own memory."""
+    """Detach a tensor and make it contiguous for a kernel; numpy cannot convert tensors without their own memory."""
     return torch.from_numpy(x.detach().contiguous().numpy())
 
 
@@ -82,8 +82,8 @@ def discounted_scan(
 ) -> Tensor:
     """Run the first-order linear recurrence ``y[t] = x[t] + discount[t] * y[t+1]`` along one dimension.
 
-    With ``reverse=False`` it runs forward in time, ``y[t] = x[t] + discount[t] * y[t-1]``. Values are not checked: a
-    NaN spreads to every element that depends on it.
+    With ``reverse=False`` the recurrence runs forward in time, ``y[t] = x[t] + discount[t] * y[t-1]``. Values are not
+    checked; a NaN spreads to all elements that depend on the NaN.
 
     Args:
         x: the inputs, any shape with at least one dimension, floating point.
@@ -150,7 +150,7 @@ def _check(x: Tensor, dim: int, backend: str) -> None:
 
 
 def _expand(name: str, value: float | Tensor, like: Tensor) -> Tensor:
-    """Convert a number or tensor to a scalar tensor or the shape of ``like``, with the dtype and device of ``like``."""
+    """Convert a value to a scalar tensor or to the shape of ``like``, with the dtype and device of ``like``."""
     if not isinstance(value, Tensor):
         return torch.tensor(value, dtype=like.dtype, device=like.device)
     if value.dim() == 0:
@@ -219,7 +219,7 @@ def _scan_into(y: Tensor, x: Tensor, c: Tensor, initial: Tensor | None, reverse:
     if steps <= SHORT:
         _loop_into(y, x, c, initial, reverse)
         return
-    # The incomplete block is on the side that is computed last, so that no padding is needed.
+    # Compute the incomplete block last, so that no padding is needed.
     remainder = steps % BLOCK
     full_blocks, tail = (
         (slice(remainder, None), slice(0, remainder))
@@ -273,7 +273,7 @@ class _LinearRecurrence(torch.autograd.Function):
         (g,) = gradients
         c, initial, y = ctx.saved_tensors
         reverse = ctx.reverse
-        # The step computed next multiplies y[t] by that step's discount. The first discount multiplies no carry.
+        # y[t] enters the step that is computed next, multiplied by the discount of that step. So shift the discounts.
         shifted = torch.roll(c, 1 if reverse else -1, 0)
         g_x = _torch_scan(g, shifted, None, not reverse)
         g_c = g_initial = None

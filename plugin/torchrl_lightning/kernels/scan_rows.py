@@ -28,7 +28,7 @@ def block_of(steps: int, size: int) -> tuple[int, int]:
 
 
 def row_is_finite(row: Any) -> bool:
-    """Return whether a row is finite; a recurrence carries earlier NaN and infinite values into its last row."""
+    """Return whether a row is finite. A recurrence carries NaN and infinity of all earlier rows into its last row."""
     zero = row.dtype.type(0.0)
     total = zero
     for i in range(len(row)):
@@ -39,7 +39,7 @@ def row_is_finite(row: Any) -> bool:
 def scan_rows(y: Any, c: Any, carry: Any, width: int, reverse: bool) -> None:
     """Run ``y[t] += c[t] * y[t+1]`` in place over flat rows of ``width``, starting from the row ``carry``."""
     rows = len(y) // width
-    if width == 1:  # keeps the carry in a register
+    if width == 1:  # a separate loop keeps the carry in a register
         previous = carry[0]
         for k in range(rows):
             t = rows - 1 - k if reverse else k

@@ -101,7 +101,7 @@ class SegmentTree(Stateful):
         self._code, neutral = OPERATIONS[operation]
         self._neutral = float(neutral)
         self._width = 1 << (capacity - 1).bit_length()
-        self._largest = torch.finfo(node_dtype).max / capacity  # so that no sum can overflow
+        self._largest = torch.finfo(node_dtype).max / capacity  # values up to this limit cannot overflow a sum
         self._nodes = allocate(2 * self._width, node_dtype, device)
         self._compiled = backend != "torch" and runs_on_numba(self._nodes)
         if backend == "numba" and not self._compiled:
@@ -143,7 +143,7 @@ class SegmentTree(Stateful):
 
     @property
     def nodes(self) -> Tensor:
-        """All nodes, for kernels of other modules; code that writes leaves here must call :meth:`count`.
+        """All nodes, for kernels of other modules; code that writes leaves into this tensor must call :meth:`count`.
 
         With numba, only every third level above the leaves and the levels near the root are up to date.
         """
@@ -202,7 +202,7 @@ class SegmentTree(Stateful):
             self.assign(indices, leaf_values)
 
     def assign(self, index: Tensor, values: Tensor) -> None:
-        """Set leaves like ``tree[index] = values``, without its conversions.
+        """Set leaves like ``tree[index] = values``, but without converting the arguments.
 
         Args:
             index: ``[B]`` int64, on the tree's device.
@@ -357,7 +357,7 @@ class SumSegmentTree(_NamedTree):
     def find_sum_bound(self, thresholds: float | Sequence[float] | Tensor) -> Tensor:
         """Return for each threshold the smallest ``i`` with ``threshold < leaves[0] + ... + leaves[i]``.
 
-        The result is never a zero leaf; a threshold equal to the total gives the last nonzero leaf.
+        The leaf at ``i`` is never zero. For a threshold equal to the total, ``i`` is the last nonzero leaf.
 
         Args:
             thresholds: numbers in ``[0, summary()]``, any shape.
@@ -382,7 +382,7 @@ class SumSegmentTree(_NamedTree):
         return self.descend(sums.reshape(-1).clone()).view(sums.shape)
 
     def descend(self, thresholds: Tensor) -> Tensor:
-        """Search like :meth:`find_sum_bound`, without its checks; overwrites the thresholds.
+        """Search like :meth:`find_sum_bound`, but without checks; this overwrites the thresholds.
 
         Args:
             thresholds: ``[B]``, contiguous, of the tree's dtype, on its device, between 0 and a positive total.

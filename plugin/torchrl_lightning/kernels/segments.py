@@ -20,9 +20,10 @@ _PAIRWISE: tuple[Callable[..., Tensor], ...] = (torch.add, torch.minimum, torch.
 
 LEVELS, FAN_OUT = 3, 8
 """The compiled kernels store only every third level above the leaves, and the first levels below the root. The eight
-nodes below a stored node share a cache line, so computing the nodes between is faster than loading them."""
+nodes three levels below a stored node share a cache line. It is faster to compute the nodes between from these eight
+than to load them."""
 
-LEVELS_PER_STEP = 5  # levels per step of the torch search; several levels make fewer and larger operations
+LEVELS_PER_STEP = 5  # levels per step of the torch search; with several levels, there are fewer and larger operations
 
 
 def assign(
@@ -63,7 +64,7 @@ def climb(nodes: Any, width: int, code: int, pending: Any, size: int) -> None:
         nodes: nodes of the tree.
         width: number of its leaves.
         code: code of the operation.
-        pending: first nodes to recompute, in any order, or zeros for the levels near the root; it is overwritten.
+        pending: the first nodes to recompute, in any order, or zeros for the levels near the root; overwritten.
         size: number of pending nodes.
     """
     while size > 0 and pending[0] > 0:
@@ -133,7 +134,7 @@ def descend(nodes: Any, width: int, thresholds: Any, leaf: Any) -> None:
             goes_right = int(threshold >= left_sum) & int(right_sum > 0.0)
             thresholds[i] = threshold - goes_right * left_sum
             leaf[i] = first_child + goes_right
-            # Prefetch the children of this node; the search reads them after the other draws of this level.
+            # Prefetch the children of this node. The search reads them after it has processed this level for all draws.
             prefetch(address + (leaf[i] << LEVELS) * size)
         level <<= LEVELS
     for i in range(count):
@@ -154,7 +155,7 @@ def assign_torch(
     is_invalid = torch.cat([(index < 0) | (index >= capacity), is_invalid.expand(count)])
     if is_invalid.any():
         return int(is_invalid.to(torch.uint8).argmax()), 0
-    last_positions = unique_last(index)  # not every device defines the order of writes to one element
+    last_positions = unique_last(index)  # on some devices, the order of writes to one element is undefined
     leaves = index[last_positions] + width
     values = values.expand(count)[last_positions]
     nonzero_change = values.count_nonzero() - nodes[leaves].count_nonzero()
@@ -182,7 +183,7 @@ def descend_torch(nodes: Tensor, width: int, thresholds: Tensor) -> Tensor:
         order = torch.arange(fan_out, device=nodes.device)
         children = nodes.view(-1, fan_out).index_select(0, node)
         sums = children.cumsum(1)
-        # Choose the first part that contains the threshold; if rounding leaves none, the last nonempty part.
+        # Choose the first part that contains the threshold, or the last nonempty part if rounding excludes all parts.
         score = torch.where(thresholds.unsqueeze(1) < sums, 2 * fan_out - order, order)
         chosen = score.masked_fill_(children <= 0, -1).argmax(1)
         sum_before = (sums - children).gather(1, chosen.unsqueeze(1)).squeeze(1)

@@ -23,8 +23,8 @@ def draw(
         relative: whether ranks are fractions of the number of candidates, in [0, 1).
         rings: as in :func:`episode_bounds`.
         episodes: as in :func:`episode_bounds`.
-        options: reach (number of steps that must be stored after a window's first step), burn-in, whether windows end
-            with their episode, and whether windows are padded.
+        options: reach (number of steps that must be stored after a window's first step), burn-in, whether a window must
+            stay in one episode, and whether windows are padded.
         cells: output: windows, ``[B, T]``; the first new window is row ``num_filled``.
         mask: output: valid steps, ``[B, T]``.
         num_filled: number of rows that are already filled.
@@ -71,7 +71,7 @@ def draw(
 
 
 def all_starts(rings: Any, episodes: Any, options: Any) -> Any:
-    """Return the ranks, as float64, of all candidates at which a window may start (numba): O(stored steps)."""
+    """Return the ranks, as float64, of all candidates at which a window may start, in O(stored steps) (numba)."""
     (_, positions, _), (reach, _, by_episode, _) = rings, options
     ranks, num_starts, rank = np.empty(rings[0] * len(positions), np.float64), 0, 0
     for env in range(len(positions)):

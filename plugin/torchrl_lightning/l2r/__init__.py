@@ -1,6 +1,6 @@
 """The buffers of l2r-lab: PPO and simple replay, with checks of their config files.
 
-Only the documented interface is here. It is built on ``rollout`` and ``replay``.
+This package contains only the documented interface, which is built on ``rollout`` and ``replay``.
 """
 
 from __future__ import annotations

@@ -28,12 +28,12 @@ from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
 
 logger = logging.getLogger(__name__)
 PATH_STATE = fields("path", {"stored": bounded_integer(), "path_start": bounded_integer(), "told": flag})
-"""State of the paths; ``told`` is True if the last step was stored with ``done`` or ``truncated``."""
+"""State of the paths. ``told`` is True if the last step was stored with an entry ``done`` or ``truncated``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathAdvantages(GAE):
-    """GAE advantages, with discounted rewards-to-go as value targets (bootstrapped at the cut of a path).
+    """GAE advantages, with discounted rewards-to-go as value targets; a cut path is bootstrapped.
 
     Args:
         standardize: Whether to shift advantages to mean 0 and divide them by their population standard deviation.
@@ -76,9 +76,9 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
     ``store`` appends one step to the open path. ``finish_path`` writes the advantage ``A[t] = Σ (γλ)^k δ[t+k]`` and
     the reward-to-go ``R[t] = Σ γ^k r[t+k] + γ^n V(s_T)`` of its steps. ``sample_batch`` samples from the finished paths
     and standardises advantages over all steps of these paths: ``(A - mean) / (std + eps)`` (population standard
-    deviation). The ``size`` cells are a ring: new steps replace the oldest finished steps, and a path may continue from
-    the last cell to the first. As an alternative, ``insert_data_slice`` and ``before_gradients`` write a whole rollout.
-    Its value targets are also rewards-to-go.
+    deviation). The ``size`` cells are a ring: new steps replace the oldest steps of finished paths. A path may continue
+    from the last cell to the first. As an alternative, ``insert_data_slice`` stores a whole rollout, and
+    ``before_gradients`` writes its estimates. The value targets of a rollout are also rewards-to-go.
 
     Args:
         obs_dim: length of an observation; ``None`` takes it from the first step.
@@ -125,7 +125,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
     algorithm: Any = None
     envs: InitVar[Any] = None
 
-    def __post_init__(self) -> None:  # type: ignore[override]  # init variables go to the base's constructor
+    def __post_init__(self) -> None:  # type: ignore[override]  # init variables are passed to the base's constructor
         super().__post_init__()
         self.weights: Tensor | None = None
         self._stored = self._path_start = 0
@@ -144,7 +144,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
 
     @property
     def _parameters(self) -> Mapping[str, Check]:
-        """Validator of each setting that :meth:`update_storage_parameter` can change."""
+        """The settings that :meth:`update_storage_parameter` can change, each with the function that validates it."""
         return {**super()._parameters, "gae_lambda": fraction}
 
     max_size = VanillaOnPolicyBuffer.size
@@ -201,7 +201,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
         self._last_step, self._finished_steps = buffer_dict, None
 
     def _row(self, step: Mapping[str, Any]) -> TensorDict:
-        """Convert an l2r-lab step to one row ``[1]`` with this package's keys; its estimates are zero."""
+        """Convert an l2r-lab step to one row ``[1]`` with this package's keys; advantage and target are zero."""
         required, act_attributes, device = ("obs", "act", "rew"), ("action", "value", "logp"), self.device
         row = step_to_row(step, required, act_attributes, self.obs_dim, self.act_dim, device)
         act, zero = step["act"], torch.zeros(1, 1, dtype=torch.float32, device=device)
@@ -232,7 +232,8 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
 
         Raises:
             RuntimeError: no path is open.
-            ValueError: ``action_obj`` is None but the last step was stored as not terminal, or the value is not finite.
+            ValueError: ``action_obj`` is None although the last step was stored as not terminal, or the value is not
+                finite.
         """
         if not self.path_length:
             raise RuntimeError("No path is open: store at least one step before finish_path.")
@@ -335,7 +336,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
 
     @property
     def _needs_estimates(self) -> bool:
-        """Whether an inserted rollout lacks advantages, a path is open, or advantages are not standardised yet."""
+        """Whether an inserted rollout lacks advantages, a path is open, or stored advantages must be standardised."""
         if not self._stored:
             return super()._needs_estimates
         return self.path_length > 0 or (self.standardize_advantages and "advantage" not in self.storage.added())

@@ -18,12 +18,12 @@ WRAPPER_KEYS = {"name", "config"}
 class Configurable:
     """Mixin that builds a class from a YAML file or a dict and validates the config with a typed ``schema``.
 
-    A config holds the parameters, or l2r-lab's wrapper ``{name: <class>, config: {<parameters>}}``. A number may
-    contain underscores (``200_000``), and an integer is valid for a float.
+    A config contains the parameters directly, or in l2r-lab's form ``{name: <class>, config: {<parameters>}}``. A
+    number may contain underscores (``200_000``), and an integer is valid for a float.
     """
 
     schema: ClassVar[type]
-    """Dataclass of the documented parameters; a required parameter has the default ``omegaconf.MISSING``."""
+    """Dataclass of the documented parameters; the default ``omegaconf.MISSING`` marks a required parameter."""
 
     @classmethod
     def instantiate_from_config(cls, config_file_location: str | Path) -> Self:

@@ -133,8 +133,9 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
         """Store one step, or all steps of another buffer, oldest first.
 
         Args:
-            buffer_dict: ``obs``, ``next_obs``, ``act`` (an object with ``action``, or the action itself), ``rew``,
-                ``done`` (``next_obs`` is terminal), and optionally ``truncated`` (the episode was cut after the step).
+            buffer_dict: a buffer, or one step with ``obs``, ``next_obs``, ``act`` (an object with ``action``, or the
+                action itself), ``rew``, ``done`` (``next_obs`` is terminal), and optionally ``truncated`` (the episode
+                was cut after the step).
 
         Raises:
             KeyError: an entry is missing.
@@ -172,7 +173,7 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
         return index
 
     def finish_path(self, action_obj: Any = None) -> None:
-        """Do nothing; a runner can call this method on every buffer.
+        """Do nothing; the method exists because a runner may call it on every buffer.
 
         Args:
             action_obj: not used.

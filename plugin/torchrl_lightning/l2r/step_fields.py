@@ -36,7 +36,7 @@ def step_to_row(
     act_dim: int | None,
     device: torch.device,
 ) -> TensorDict:
-    """Convert an l2r-lab step to one row ``[1]``; ``act`` is an object with ``act_attributes``, or an action."""
+    """Convert an l2r-lab step to one row ``[1]``; ``act`` is an action, or an object with ``act_attributes``."""
     if not isinstance(step, Mapping):
         raise TypeError(f"buffer_dict must be a mapping, got a {type(step).__name__}; nothing was stored.")
     if missing := [name for name in required if name not in step]:

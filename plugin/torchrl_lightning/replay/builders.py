@@ -73,7 +73,7 @@ def time_major(data: TensorDictBase, num_envs: int, time_dim: int | None) -> Ten
 def entries_to_write(
     storage: RingStorage, batch: TensorDictBase, shape: torch.Size, key: NestedKey, n_steps: int
 ) -> list[tuple[tuple[str, ...], Tensor]]:
-    """Return the entries of a sampled batch at or below a key; raise an error if they do not match the storage."""
+    """Return a batch's entries at or below ``key``, to write them back; raise an error if one is unsuitable."""
     if n_steps > 1 and path_of(key)[0] == "next":
         raise ValueError(
             f"keys must not be below 'next' with n_steps={n_steps}, because a batch reads these entries from a later "
@@ -132,7 +132,7 @@ def drop_next_entries(info: dict[Any, Any]) -> None:
 
 
 def excluded_keys(buffer: Any) -> list[str]:
-    """Return the entries of a rollout that a buffer does not need, except the entry that the buffer's sampler reads."""
+    """Return the names of a rollout's entries that the buffer need not store; its sampler does not read them."""
     key = SamplerApi.of(buffer.sampler).traj_key
     trajectory_key = key[0] if isinstance(key, tuple) else key
     return [name for name in REPEATED if name != trajectory_key]
@@ -178,7 +178,7 @@ def check_parts(storage: Any, writer: Any, sampler: Any) -> None:
             "TorchRL's TensorDictReplayBuffer(consume_after_n_samples=...)."
         )
     if storage is not None and writer is not None and storage.writer not in (None, writer):
-        gc.collect()  # the other buffer may be deleted but not yet collected
+        gc.collect()  # another buffer that used a part may be deleted but not yet collected
         if storage.writer is not None:
             raise ValueError(
                 "storage must not belong to another buffer, got a RingStorage that another buffer fills, e.g. because "
@@ -189,7 +189,7 @@ def check_parts(storage: Any, writer: Any, sampler: Any) -> None:
 
 
 def check_lengths(buffer: Any) -> None:
-    """Validate that rings store whole returns and windows, and the sampler all priorities; else raise ValueError.
+    """Raise ValueError if returns or windows are longer than a ring, or the sampler has too few priorities.
 
     A buffer without a DataModule may skip this check. The buffer then shortens returns, and pads or rejects windows.
     """

@@ -22,9 +22,9 @@ _NO_PATHS: frozenset[Path] = frozenset()
 
 Names = tuple[str | None, ...] | None
 ReadLevel = list[tuple[str, Any]]
-"""One level of a read: each key with the level below it, or with the number of its leaf."""
+"""One level of a read plan: for each key, the level below the key or the number of its leaf."""
 WritePlan = list[tuple[str, Any, torch.Size | None]]
-"""One level of a write: each key with the level below it and None, or with dtype and shape of its leaf."""
+"""One level of a write plan: for each key, the level below the key and None, or dtype and shape of its leaf."""
 
 
 class _ReadPlan(NamedTuple):
@@ -60,7 +60,7 @@ class Cells:
         self.leaves = [leaf for _, leaf in leaves_of(tree)]
         self.leaf_index = {path: number for number, (path, _) in enumerate(leaves_of(tree))}
         self.count = len(self.leaves[0])
-        self.device = self.leaves[0].device  # cached: tensor.device costs as much as a small copy
+        self.device = self.leaves[0].device  # cached, because tensor.device costs as much as a small copy
         self.on_cpu = self.device.type == "cpu"
         self._probe = next((leaf for leaf in self.leaves if leaf.numel()), self.leaves[0])
         self._write_plans: dict[int, WritePlan] = {}
@@ -85,7 +85,8 @@ class Cells:
 
         Returns:
             First, the leaves; on the CPU, leaves that are not contiguous are copied. Second, the arguments ``sources``
-            and ``leaves`` of :func:`row_copies.write_steps`, valid while the leaves exist; None on another device.
+            and ``leaves`` of :func:`row_copies.write_steps`, valid while the leaves exist. On another device, the
+            second value is None.
         """
         plan = self._write_plans.get(rows)
         if plan is None:
@@ -262,7 +263,7 @@ def _nest_leaves(
 
 
 def check_values(path: tuple[str, ...], leaf: Tensor, values: Tensor, shape: torch.Size) -> None:
-    """Validate that values ``[*shape, ...]`` have the row shape and dtype of ``leaf``; raise ValueError otherwise."""
+    """Raise ValueError if values ``[*shape, ...]`` have another row shape or dtype than ``leaf``."""
     expected = [*shape, *leaf.shape[1:]]
     if list(values.shape) != expected or values.dtype != leaf.dtype:
         raise ValueError(

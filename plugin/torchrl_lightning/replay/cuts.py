@@ -1,4 +1,4 @@
-"""Detection of trajectories that were cut without a flag; trajectory ids or stored successors reveal the cuts."""
+"""Detection of trajectories that were cut without a flag, by trajectory ids or stored successors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchrl_lightning.replay.successors import comparable_paths
 
 logger = logging.getLogger(__name__)
 PendingRows = tuple[Any, TensorDictBase, list[Tensor] | None]
-"""The storage, the rows to write, and the leaves of these rows if the leaves are matched with the cells."""
+"""The storage, the rows to write, and the leaves of these rows if they have been matched with the cells."""
 
 
 class TrajectoryCuts:
@@ -33,7 +33,7 @@ class TrajectoryCuts:
         self._has_ids = self._has_warned = False
 
     def set_entries(self, written: Tree, stored: Tree, flags: Iterable[Path]) -> None:
-        """Find the usable entries of rows; take the arguments of :func:`comparable_paths`."""
+        """Find the entries that can be compared; see :func:`comparable_paths` for the arguments."""
         self.compared = comparable_paths(written, stored, tuple(flags))
         self._has_ids = TRAJ_IDS in dict(leaves_of(written))
 
@@ -47,7 +47,7 @@ class TrajectoryCuts:
             rows: the rows, time-major, ``[steps * M]``.
             env: environments of the rows, ``[M]``.
             done: mask of rows that end an episode, ``[steps, M]``.
-            init: mask of rows with a flag that begins an episode, ``[steps, M]``; may be empty.
+            init: mask of rows at which a flag begins an episode, ``[steps, M]``; may be empty.
             compare_successors: compare rows with stored successors.
         """
         positions, valid_from = rings.arrays
@@ -80,11 +80,11 @@ class TrajectoryCuts:
         init_flags: Flags,
         is_stored: Flags,
     ) -> Flags:
-        """Add cuts found by stored successors; in the first write after a load, replace the cuts found by ids."""
+        """Add cuts found by stored successors. In the first write after a load, they replace the cuts found by ids."""
         assert rings.index is not None
         storage, successors, known_begins = rows[0], rings.successors, init
         is_compared = rings.index.is_running(env) & is_stored
-        if self._has_ids:  # ids mark cuts, except after a load, because a new collector counts from zero again
+        if self._has_ids:  # ids mark cuts, but not after a load, because a new collector counts ids from zero
             is_compared = np.zeros_like(is_compared) if rings.reloaded is None else is_compared & rings.reloaded[env]
             known_begins = init.copy()
             known_begins[0, is_compared] = init_flags[0, is_compared] if init_flags.size else False

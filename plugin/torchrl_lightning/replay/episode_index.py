@@ -20,9 +20,9 @@ class EpisodeIndex:
     """The first and last position of the episode of every stored step.
 
     A column stores one position per step. The first step of a finished episode stores the position of the last step.
-    Every other step stores the position of the first step (after ALF's ``keep_episodic_info``). Two numbers per
-    environment store the rest: the begin of the running episode, and the end of the one episode without a stored first
-    step.
+    Every other step stores the position of the first step (after ALF's ``keep_episodic_info``). For each environment,
+    one number stores the first position of the running episode. A second number stores the last position of the episode
+    that has lost its first step.
 
     An episode ends at a step with a done flag, or before a step that begins a new episode. An unfinished episode ends
     at its newest step. If the first step of an episode was overwritten, the episode is headless and begins at its
@@ -51,12 +51,12 @@ class EpisodeIndex:
         self.length = length
         self.num_envs = len(positions)
         self.has_cuts = False
-        """Whether episodes may begin without a stored flag."""
+        """Whether some episodes may begin at a step without a flag."""
         self.attach(positions, valid_from)
         cells = length * self.num_envs
         self._column: Ints = np.zeros(cells, np.int64)  # untouched pages cost nothing
         self._done: Flags = np.zeros(cells, np.bool_)
-        self._begin: Ints = np.zeros(self.num_envs, np.int64)  # of the running, else the last episode
+        self._begin: Ints = np.zeros(self.num_envs, np.int64)  # of the running or, if none runs, the newest episode
         self._open: Flags = np.zeros(self.num_envs, np.bool_)
         self._headless_end: Ints = np.full(self.num_envs, -1, np.int64)
 
@@ -86,7 +86,7 @@ class EpisodeIndex:
         return self._column, self._done, self._begin, self._open, self._headless_end
 
     def keep_headless_end(self, env: Ints, oldest: Ints) -> None:
-        """Store the ends of episodes before their first steps are removed; ``oldest`` are the first remaining steps."""
+        """Store the ends of episodes that lose their first step; ``oldest`` are the first steps that remain."""
         is_affected = (oldest < self._positions[env]) & (oldest > self._oldest(env))
         env, oldest = env[is_affected], oldest[is_affected]
         begin, end = self._bounds(env, oldest)
@@ -94,7 +94,7 @@ class EpisodeIndex:
         self._headless_end[env[is_headless]] = end[is_headless]
 
     def cut(self, env_ids: Ints | None = None) -> None:
-        """End the running episodes at their newest step, unfinished; the next steps begin new episodes."""
+        """End the running episodes at their newest step, without a done flag; the next steps begin new episodes."""
         env = np.arange(self.num_envs) if env_ids is None else env_ids
         env = env[self._open[env]]
         self.has_cuts = self.has_cuts or bool(env.size)
@@ -109,18 +109,17 @@ class EpisodeIndex:
     ) -> None:
         """Update episodes after flags of stored steps changed.
 
-        An episode border without a flag (a cut) stays. The cost for an environment grows with the number of steps from
-        the first to the last changed step. This range includes the whole episodes of both steps and the neighbouring
-        episodes.
+        A cut (an episode border without a flag) stays. The cost for an environment grows with the number of steps in
+        the episodes from the first to the last changed step, including the episode before and the episode after.
 
         Args:
             cells: cells of the steps, ``[n]``, without duplicates.
             done: mask of steps that now end an episode.
-            had_begin_flag: mask of steps that had a flag that begins an episode before the change.
-            begin_masks: a function of cells that returns two masks: steps with a flag that now begins an episode, and
+            had_begin_flag: mask of steps at which a flag began an episode before the change.
+            begin_masks: a function of cells that returns two masks: steps at which a flag now begins an episode, and
                 steps with another trajectory id than the step before.
         """
-        self.has_cuts = True  # a cut remains if the flag of its step is cleared
+        self.has_cuts = True  # an episode border stays as a cut if the flag at its step is cleared
         env, position = self.steps_of(cells)
         for env_id in np.unique(env):
             selected = env == env_id
@@ -136,7 +135,7 @@ class EpisodeIndex:
         return np.concatenate(cells_of_envs)
 
     def _affected_range(self, env: int, position: Ints) -> tuple[int, int]:
-        """Return begin and exclusive end of the range of these steps' episodes and the neighbouring episodes."""
+        """Return the range ``[begin, end)`` of these steps' episodes with the episode before and the episode after."""
         oldest, newest = int(self._oldest(np.array([env]))[0]), int(self._positions[env]) - 1
         ends = np.array([max(int(position.min()) - 1, oldest), min(int(position.max()) + 1, newest)])
         begin, end = self._bounds(np.array([env, env]), ends, clip=True)
@@ -183,7 +182,7 @@ class EpisodeIndex:
             self._begin[env] = first_begin if len(first) == 1 else steps[first[-1]]
 
     def is_running(self, env: Ints) -> Flags:
-        """Return a mask of environments with an unfinished episode that the next step continues."""
+        """Return a mask of the environments at which the next step continues an unfinished episode."""
         running: Flags = self._open[env]
         return running
 
@@ -241,7 +240,7 @@ class EpisodeIndex:
         return torch.from_numpy(begin), torch.from_numpy(end)
 
     def begin(self, env_ids: Tensor, positions: Tensor, *, clip: bool = True) -> Tensor:
-        """Return the first position of the episodes of steps; without ``clip``, even if it is not stored any more."""
+        """Return the first position of the episodes of stored steps; without ``clip``, it may be overwritten."""
         return self.bounds(env_ids, positions, clip=clip)[0]
 
     def end(self, env_ids: Tensor, positions: Tensor) -> Tensor:
@@ -296,7 +295,7 @@ def _to_array(value: Tensor) -> Ints:
 
 
 class FlagsDifferError(ValueError):
-    """An error for different flags in one row, e.g. of several agents, if ``done_reduce`` is None."""
+    """Raised if one row has different flags, e.g. of several agents, and ``done_reduce`` is None."""
 
 
 DONE_REDUCTIONS = ("any", "all", None)
@@ -312,7 +311,7 @@ def reduce_flags(value: Tensor, steps: int, reduce: str | None = None) -> Flags:
     Args:
         value: the flags, ``[T * M, ...]``.
         steps: ``T``.
-        reduce: ``"any"`` or ``"all"``: how to reduce the flags of a row; None if they must be equal.
+        reduce: ``"any"`` or ``"all"``: how to reduce the flags of a row. None requires equal flags.
 
     Raises:
         FlagsDifferError: the flags of a row differ, and ``reduce`` is None.

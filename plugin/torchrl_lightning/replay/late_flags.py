@@ -39,7 +39,7 @@ class LateFlags:
         writer: the writer of the rings.
         storage: the storage of the writer.
         done: path of the flag that ends an episode.
-        init: path of the flag that begins an episode, stored or not.
+        init: path of the flag that begins an episode; the flag need not be stored.
     """
 
     def __init__(self, writer: FlagReader, storage: RingStorage, done: Path, init: Path) -> None:
@@ -59,7 +59,7 @@ class LateFlags:
         if self._done in changes:
             done = self._writer.done_flags(changes[self._done], 1)[0]
         if self._init in changes:
-            self._writer.init_flags(changes[self._init], 1)  # validates before anything changes
+            self._writer.init_flags(changes[self._init], 1)  # called only to validate the flags before anything changes
         had_begin_flag = self._begin_flags(changed_cells) if has_flags else done
 
         def update() -> None:
@@ -81,7 +81,7 @@ class LateFlags:
         return self._writer.init_flags(leaf.index_select(0, torch.from_numpy(cells).to(leaf.device)), 1)[0]
 
     def _begin_masks(self, cells: Ints) -> tuple[Flags, Flags]:
-        """Return masks of the successive steps that begin an episode by a flag, and by a new trajectory id."""
+        """Return two masks of successive steps: a flag begins an episode, and a step has a new trajectory id."""
         has_new_id = np.zeros(len(cells), np.bool_)
         if self._storage.cells is not None and TRAJ_IDS in self._storage.cells.leaf_index:
             ids = stored_trajectory_ids(self._storage, cells)
@@ -92,7 +92,7 @@ class LateFlags:
 def rewritten_successors(
     rings: Rings, storage: RingStorage, changes: Mapping[Path, Tensor], cells: Tensor
 ) -> list[Path]:
-    """Return the compared entries that ``changes`` replaces by another successor at an environment's newest step."""
+    """Return the compared entries that have another successor in ``changes`` at an environment's newest step."""
     paths = [path for path in changes if path[0] == NEXT and path[1:] in rings.successors.matched]
     if not paths or storage.cells is None:
         return []

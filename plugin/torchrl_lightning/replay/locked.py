@@ -41,7 +41,7 @@ class LockedBuffer(NoCheckpointerMixin, BufferBase):
         self._order_prefetch()
 
     def _order_prefetch(self) -> None:
-        # Several threads would make the order of batches random, and the locks would let only one thread work anyway.
+        # Use one thread. With several threads, the order of batches is random, and the locks let only one thread work.
         if self.prefetch_cap > 1:
             self.prefetch_threads.shutdown(wait=False)
             self.prefetch_threads = ThreadPoolExecutor(max_workers=1)
@@ -53,12 +53,12 @@ class LockedBuffer(NoCheckpointerMixin, BufferBase):
             yield
 
     def set_priority(self, index: Tensor, priority: Tensor, **kwargs: Any) -> None:
-        """Pass flat priorities to the sampler under TorchRL's locks, without TorchRL's preparation."""
+        """Pass flat priorities to the sampler under TorchRL's locks, without the conversions of TorchRL's method."""
         with self.thread_lock, self.write_lock:
             self._sampler.update_priority(index, priority, storage=self._storage, **kwargs)
 
     def look_up(self, index: Any, info: dict[Any, Any]) -> TensorDictBase:
-        """Read cells for a sample on TorchRL's longer path; ``info`` has the sampler's entries."""
+        """Read cells for a sample on TorchRL's longer path; ``info`` contains the entries that the sampler returned."""
         raise NotImplementedError
 
     def draw_batch(self, batch_size: int) -> SampledBatch:

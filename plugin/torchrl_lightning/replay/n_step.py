@@ -26,7 +26,7 @@ FoldedSteps = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class NStepReturns:
-    r"""Fold each sampled step with the following steps of its episode, up to \(n\) steps in total.
+    r"""Combine (fold) each sampled step with the following steps of its episode, up to \(n\) steps in total.
 
     Let \(k \le n\) be the number of folded steps; \(k\) is less than \(n\) if the stored episode ends earlier. The
     reward becomes \(\sum_{i<k} \gamma^i r_{t+i}\). All other entries under ``"next"``, including flags, are copied from
@@ -83,7 +83,7 @@ class NStepReturns:
         if not reward.is_cpu or reward.dtype not in KERNEL_DTYPES:
             return self.fold_by_steps(episodes, reward, index)
         rows, rewards = index.contiguous().numpy(), reward.numpy()
-        # Allocate the final shapes, because a view of a tensor costs a tenth of this method's time.
+        # Allocate the final shapes, because one view of a tensor takes a tenth of this method's time.
         last, steps = np.empty((2, *rows.shape), np.int64)
         gamma = np.empty(rows.shape, np.float32)
         total = np.empty(rows.shape + rewards.shape[1:], rewards.dtype)

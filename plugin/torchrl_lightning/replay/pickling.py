@@ -18,7 +18,7 @@ from torchrl_lightning.replay import process_owned
 
 
 class _NoLock:
-    """A replacement for the lock of a shared number, because a real lock stays locked if its holder dies.
+    """A lock that never locks, for a shared number; a real lock stays locked if its holder dies.
 
     The buffer's lock already protects the number.
     """

@@ -13,10 +13,10 @@ Flags = NDArray[np.bool_]
 
 
 def steps_between(low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return the positions of several runs of steps, ``[low, high]`` each, one run after the other.
+    """Return the positions of several runs of steps, one run after the other; each run is ``[low, high]``.
 
     Returns:
-        Run number and position of each step, and the index of the first step of each run.
+        The run number of each step, the position of each step, and the index of the first step of each run.
     """
     counts = np.maximum(high - low + 1, 0)
     starts = np.cumsum(counts) - counts
@@ -39,7 +39,7 @@ class MissingStepsError(ValueError, RuntimeError, AssertionError):
 
 
 def check_steps(env: Ints, position: Ints, oldest: Ints, positions: Ints) -> None:
-    """Validate that steps are in the stored range ``[oldest, positions)``; else raise IndexError for the first."""
+    """Raise IndexError for the first step that is not in the stored range ``[oldest, positions)``."""
     if env.size and (env.min() < 0 or env.max() >= len(positions)):
         raise IndexError(f"Environment ids must be in [0, {len(positions)}), got {env.min()} to {env.max()}.")
     is_missing = (position < oldest[env]) | (position >= positions[env])

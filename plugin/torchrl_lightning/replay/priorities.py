@@ -30,7 +30,7 @@ REDUCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 
 ALL_CELLS: tuple[Ints, Ints, int] = (np.empty(0, np.int64), np.empty(0, np.int64), 0)
-"""Kernel argument if every stored step may be drawn."""
+"""The kernel argument that allows every stored step to be drawn."""
 
 
 class ValidStarts:
@@ -113,9 +113,9 @@ class Priorities:
         eps: constant added to each priority.
         dtype: dtype of priorities and tree.
         device: device of priorities and tree.
-        keep_lowest: track the lowest stored priority with a further tree.
-        keep_highest: track the highest stored priority with a further tree, instead of the highest priority ever set.
-        limited: draw only the cells set by :meth:`limit` instead of all stored cells.
+        keep_lowest: track the lowest stored priority in another tree.
+        keep_highest: track the highest stored priority in another tree, instead of the highest priority ever set.
+        limited: draw only the cells that :meth:`limit` allows, instead of all stored cells.
         backend: backend of the trees.
 
     Examples:
@@ -146,7 +146,7 @@ class Priorities:
         self.generations = allocate(capacity, torch.int32, device).zero_()
         self.starts = ValidStarts() if limited else None
         self.count = 0
-        self.extent = 0  # all cells ever written are below this number
+        self.extent = 0  # every cell that was ever written has a lower number
         self.largest = 0.0
         kwargs: dict[str, Any] = {"dtype": dtype, "device": device, "backend": backend}
         self.lowest = MinSegmentTree(capacity, initial=math.inf, **kwargs) if keep_lowest else None
@@ -166,7 +166,7 @@ class Priorities:
         return self._views
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pickle arrays, because a new process would share tensors but not the counts.
+        # Pickle arrays instead of tensors, because a new process would share the tensors but not the counts.
         written = {name: getattr(self, name).cpu().numpy().copy() for name in ("saved_priorities", "saved_generations")}
         attributes = {name: value for name, value in self.__dict__.items() if name not in ("priorities", "generations")}
         return {**attributes, "_views": (), "_address": 0, "written": written}
@@ -197,7 +197,7 @@ class Priorities:
         return shifted if self.alpha == 1.0 else shifted.pow_(self.alpha)
 
     def write(self, index: Tensor, priority: Tensor | float, generations: Tensor | None = None) -> None:
-        """Set priorities: a float for newly written cells, a tensor for stored cells.
+        """Set priorities; a float is the priority of newly written cells, a tensor has the priorities of stored cells.
 
         Args:
             index: cells, ``[n]`` int64 on this device; -1 is skipped.
@@ -290,7 +290,7 @@ class Priorities:
             self.lowest.assign(added, torch.where(added_priorities >= 0, added_priorities, math.inf))
 
     def check(self, priority: Tensor) -> None:
-        """Validate priorities ``[n]``; raise ValueError if one is negative, NaN, infinite or too large."""
+        """Raise ValueError if one of the priorities ``[n]`` is negative, NaN, infinite or too large."""
         invalid = (~self._is_valid(priority, self.power(priority))).nonzero()
         if len(invalid):
             row = int(invalid[0])
@@ -324,9 +324,9 @@ class Priorities:
             numbers: uniform numbers in [0, 1), ``[B]``, in the dtype of the priorities; overwritten.
             stratified: draw one cell from each of ``B`` equal parts of the total.
             beta: exponent of the weights.
-            divisor: divisor of the leaves in the weights; zero means the smallest leaf of the batch.
-            windows: expand each cell to a window: steps per window, distance in cells between two steps, and number of
-                cells, at which indices wrap around.
+            divisor: divisor in the formula of the weights; zero selects the smallest leaf of the batch.
+            windows: None, or three numbers that expand each cell to a window: steps per window, distance in cells
+                between two steps, and number of cells (indices wrap around at this number).
 
         Returns:
             Cells ``[B]`` (int64), weights ``((p + eps) ** alpha / divisor) ** -beta`` (float32) and generations
@@ -398,7 +398,7 @@ class Priorities:
         self.alpha = alpha
 
     def _drawable(self, priorities: Tensor) -> Tensor:
-        """Return a mask of the cells that may be drawn, if the first cells have these priorities."""
+        """Return which of the first cells may be drawn if they have these priorities, as a mask."""
         is_drawable = priorities >= 0
         if self.starts is not None:
             is_drawable &= self.starts.contains(torch.arange(len(is_drawable), device=is_drawable.device))
@@ -416,7 +416,7 @@ class Priorities:
 
     @property
     def saved_priorities(self) -> Tensor:
-        """The priorities of the first ``extent`` cells, which include all cells ever written."""
+        """The priorities of the first ``extent`` cells; all cells ever written are among them."""
         return self.priorities[: self.extent]
 
     @saved_priorities.setter

@@ -60,7 +60,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
     Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay. https://arxiv.org/abs/1511.05952
 
     Args:
-        max_capacity: the ``max_size`` of the storage; if None, an :class:`ExperienceBuffer` sets it.
+        max_capacity: the ``max_size`` of the storage; None lets an :class:`ExperienceBuffer` set this number.
         alpha: exponent of the priorities, not negative; 0 samples uniformly.
         beta: exponent of the importance weights, not negative; 1 corrects the full bias.
         eps: added to every priority.
@@ -68,13 +68,13 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
         reduction: reduces further dimensions to one priority per cell: max, min, mean or median.
         max_priority_within_buffer: give new data the highest stored priority, not the highest priority ever set.
         device: device of the trees; the CPU by default.
-        priority_key: the entry for the new priorities of a loss; the sampler only stores this key.
+        priority_key: the entry into which a loss writes new priorities; the sampler stores this key without using it.
         stratified: draw one cell from each of ``B`` equal parts of the total priority; if False, draw independently.
         weight_norm: scale the largest weight of the ``"batch"`` or ``"buffer"`` to 1; None does not scale.
         initial_priority: lowest priority of new data.
         batch_length: steps of a window; None for single cells, ``[B]``. A sampler built with None draws only single
             cells, unless ``num_earliest_frames_ignored`` is set.
-        num_earliest_frames_ignored: number of the oldest stored steps of each environment at which no draw may begin.
+        num_earliest_frames_ignored: number of oldest stored steps of each environment at which no draw begins.
         generator: random generator; a buffer replaces it by the buffer's generator.
 
     Raises:
@@ -288,7 +288,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
     def draw(self, count: int) -> NDArray[Any] | Tensor:
         """Draw random numbers in [0, 1), ``[count]``; override this method to control the samples completely.
 
-        With ``stratified``, number ``i`` selects a cell in part ``i`` of the total priority.
+        With ``stratified``, the ``i``-th number selects a cell in the ``i``-th part of the total priority.
 
         Returns:
             An array of the sampler's dtype; a tensor if the priorities are not on the CPU.
@@ -322,7 +322,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
         return rings
 
     def _weight_divisor(self, batch_length: int | None) -> float:
-        """Return the divisor of the leaves in the weights; zero means the smallest leaf of the batch."""
+        """Return the divisor in the weights ``(leaf / divisor) ** -beta``; zero selects the batch's smallest leaf."""
         table = self.table
         if self.weight_norm is None:
             return table.total / ((table.count if batch_length is None else table.tree.nnz) or 1)
@@ -339,13 +339,13 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
     ) -> None:
         """Set the priorities of cells; if a cell occurs twice, the last priority counts.
 
-        Empty cells are skipped, and so are cells that no longer have the generation ``generation``.
+        Empty cells are skipped. Cells that were overwritten since they had the given ``generation`` are also skipped.
 
         Args:
             index: cells of any shape; coordinates ``[B, ndim]`` for a storage with several dimensions; -1 is skipped.
                 With ``batch_length``: windows ``[B, T]``, or their first cells ``[B]``.
             priority: one number for all, one for each cell or window, or a tensor with further dimensions, e.g.
-                ``[B, C]`` for several critics. ``reduction`` reduces the latter to one per cell or window.
+                ``[B, C]`` for several critics. ``reduction`` then computes one priority per cell or window.
             storage: required for a storage with several dimensions.
             generation: the batch's ``write_generation``.
 
@@ -393,7 +393,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
         return cells, value.to(self.dtype).reshape(-1)
 
     def check_write(self, storage: Storage, rows: int, priority: Tensor | None) -> None:
-        """Validate the priorities of a write before anything changes, so that the write cannot fail half-way.
+        """Validate the priorities of new rows before anything changes, so that the write cannot fail half-way.
 
         Args:
             storage: the storage to write to.
@@ -451,7 +451,7 @@ class PrioritizedSampler(Stateful, SamplerHooks, _PrioritizedSampler):
             self.table.write(stored_cells(storage).to(self.device), self.default_priority)
 
     def check_capacity(self, size: int) -> None:
-        """Validate that the table has a priority for each of ``size`` cells; raise ValueError if not."""
+        """Validate that the table has room for the priorities of ``size`` cells; raise ValueError if not."""
         if size > self.table.capacity:
             raise ValueError(
                 f"max_capacity must be at least {size}, the cells of the storage, got {self.max_size}. "

@@ -26,7 +26,7 @@ after_fork(_note_fork)
 
 
 class ProcessOwned:
-    """An object that only one process may change, unless it is shared: the process that created or copied it."""
+    """An object that only the process that created or copied it may change, unless the object is shared."""
 
     is_shared = False
     """Whether the object is in shared memory."""
@@ -36,7 +36,7 @@ class ProcessOwned:
         self._process = current
 
     def check_owner(self) -> None:
-        """Validate that this process may write; raise RuntimeError if the object is unshared and has another owner."""
+        """Raise RuntimeError if the object is unshared and another process owns it."""
         if not self.is_shared:
             self.check_process()
 
@@ -55,7 +55,7 @@ class ProcessOwned:
             )
 
     def check_picklable(self) -> None:
-        """Validate that the object may be pickled; raise RuntimeError for a child process and an unshared object."""
+        """Raise RuntimeError if an unshared object is pickled for a child process."""
         if is_spawning() and not self.is_shared:
             raise RuntimeError(f"A {type(self).__name__} must be shared before another process gets it. {SHARE_FIRST}")
 

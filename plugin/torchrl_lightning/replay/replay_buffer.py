@@ -55,7 +55,7 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
         storage: stores the rows; 1000 cells by default.
         writer: a writer for ``num_envs`` environments by default.
         sampler: any sampler; a :class:`UniformSampler` by default. The samplers of this package set
-            ``supports_uneven_rings`` and also read unevenly filled rings. With other samplers, e.g. TorchRL's, uneven
+            ``supports_uneven_rings``, so they can read unevenly filled rings. With other samplers, e.g. TorchRL's, such
             rings raise an error.
         num_envs: number of environments of the default writer.
         n_steps: length of the returns in a batch (see :class:`NStepReturns`), with any sampler. The buffer stores
@@ -69,7 +69,7 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
         collate_fn: converts the cells into a batch.
         pin_memory: pin sampled batches in page-locked memory.
         prefetch: number of batches that a thread samples in advance.
-        transform: a transform of written data and of samples; the samples have the entry ``index``.
+        transform: a transform of written data and of samples; samples contain the entry ``index`` for it.
         shared: let other processes write and read.
         done_reduce: argument of the default :class:`RingWriter`.
         check_successors: argument of the default :class:`RingWriter`: compare successors to find trajectories that
@@ -185,7 +185,7 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
 
     @property
     def accepts_shared_rows(self) -> bool:
-        """Whether rows may be in memory that the caller reuses; a subclass with its own ``extend`` overrides this."""
+        """Whether ``extend`` accepts rows in memory that the caller reuses; a subclass may override this."""
         return type(self).extend is ExperienceBuffer.extend and not self.transforms
 
     # ------------------------------------------------------------------ writing
@@ -296,8 +296,7 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """Sample a batch; its ``index`` entry contains the cells.
 
-        The entry ``write_position``, of the same shape, is the write position of each cell's ring; :meth:`write_back`
-        uses it.
+        ``write_position``, of the same shape, contains the write position of each cell's ring, for :meth:`write_back`.
 
         Raises:
             RuntimeError: the buffer is empty, or the batch size is unknown.
@@ -428,7 +427,7 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
             return self.plan_write_back(batch, keys)()
 
     def plan_write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> Callable[[], Tensor]:
-        """Validate a :meth:`write_back`; return the function that writes, which needs the same locks."""
+        """Validate a :meth:`write_back`; return the function that writes, to be called under the same locks."""
         storage, _, writer = self.parts
         return plan_write_back(storage, writer.rings, batch, keys, self.n_steps)
 

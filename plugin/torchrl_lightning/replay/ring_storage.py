@@ -67,9 +67,9 @@ class RingStorage(Stateful, PickledCells):
         device: device of the cells; ``"auto"`` uses the device of the first data.
         scratch_dir: folder for memory-mapped cells, which are stored in a file without a name. The system removes the
             file when the last process that uses it ends or is killed; use ``dumps`` to keep the cells. On Linux,
-            another process on the same machine can load a pickle while this process is alive, and then shares the
-            cells. The processes do not share the counters, so only one process may write. ``deepcopy`` returns a copy
-            in memory. None keeps the cells in memory; a pickle then contains a copy of them.
+            another process on the same machine that loads a pickle shares the cells, if this process is still alive.
+            The counters are not shared, so only one process may write. ``deepcopy`` returns a copy in memory. None
+            keeps the cells in memory; a pickle then contains a copy of them.
 
     Raises:
         ValueError: ``max_size`` is not positive, or ``scratch_dir`` is set for another device than the CPU.
@@ -111,9 +111,9 @@ class RingStorage(Stateful, PickledCells):
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self.cells: Cells | None = None
         self.watched: set[tuple[str, ...]] = set()
-        """Entries that episodes or derived stored entries depend on."""
+        """Entries from which episodes or other stored entries are computed."""
         self.dependents: list[tuple[Dependent, frozenset[tuple[str, ...]]]] = []
-        """Components that derive stored entries, each with the paths of its source entries."""
+        """Components that compute stored entries from other entries, each with the paths of these other entries."""
 
     @property
     def tree(self) -> Tree:
@@ -213,8 +213,8 @@ class RingStorage(Stateful, PickledCells):
     def set(self, cursor: Any, data: TensorDictBase, *, set_cursor: bool = True) -> None:
         """Write cells, as TorchRL's writers do; with an integer cursor, ``data`` is one row without batch dimension.
 
-        Slices and negative numbers refer to filled cells, as in :meth:`get`, if enough cells are filled. The data may
-        be a view of stored cells. TorchRL's own entry ``index`` is optional.
+        If enough cells are filled, slices and negative numbers refer to the filled cells, as in :meth:`get`. The data
+        may be a view of stored cells. The data may lack the entry ``index`` that TorchRL's writers add.
 
         Raises:
             TypeError: the data is not a TensorDict, or the cells are not integers.
@@ -338,7 +338,7 @@ class RingStorage(Stateful, PickledCells):
         return leaves
 
     def get(self, index: Any, n_step: NStepReturns | None = None) -> TensorDictBase:
-        """Read cells; return a copy for a tensor or sequence of indices or a mask, and a view for an integer or slice.
+        """Read cells; an integer or slice returns a view, and a tensor, a sequence or a mask returns a copy.
 
         Writing into a view does not update episodes, returns and other derived entries. Use :meth:`write_entry` or
         :meth:`set` to replace flags, rewards or successors of stored steps.
@@ -349,7 +349,7 @@ class RingStorage(Stateful, PickledCells):
 
         Args:
             index: the cells.
-            n_step: fold each step of a tensor of indices with the following steps.
+            n_step: n-step returns; each step of a tensor of indices is then folded with the following steps.
 
         Raises:
             RuntimeError: the storage is empty.
@@ -419,7 +419,7 @@ class RingStorage(Stateful, PickledCells):
         check_single_ring(rings_of(self))
 
     def check_uniformly_filled(self, reader: str) -> None:
-        """Validate for ``reader`` that the filled cells are the first ``len(storage)`` cells; else RuntimeError."""
+        """Raise RuntimeError, naming ``reader``, unless the filled cells are the first ``len(storage)`` cells."""
         reject_uneven_rings(uneven_rings(self), reader)
 
     # ------------------------------------------------------------------ state

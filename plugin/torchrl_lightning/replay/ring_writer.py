@@ -61,12 +61,13 @@ class RingWriter(WriterBase):
         init_key: the flag that begins an episode, used if the data contain it. This flag separates an episode that was
             cut without a done flag (by a restart) from the next episode.
         overwrite: overwrite the oldest steps of a full ring; False raises an error instead.
-        done_reduce: reduces the flags of several agents in one row: ``"any"`` ends the episode when the first agent is
-            done, ``"all"`` when the last agent is done. None raises an error if the flags differ and the index is used.
+        done_reduce: reduces the flags of several agents in one row. ``"any"`` ends the episode when the first agent is
+            done; ``"all"`` ends the episode when the last agent is done. None raises an error if the flags differ and
+            the index is used.
         check_successors: cut the trajectory of an environment if the first row of a write differs from the successor
             stored with the previous step (see :class:`SuccessorCheck`). Rows with ``("collector", "traj_ids")`` are
-            cut at each change of these ids, and compared only in the first write after a load. DataModules disable the
-            comparison while collectors of this package fill the buffer.
+            cut at each change of these ids, and compared with successors only in the first write after a load.
+            DataModules disable this check while collectors of this package fill the buffer.
 
     Raises:
         ValueError: ``num_envs`` is not positive, or ``done_reduce`` is unknown.
@@ -185,11 +186,11 @@ class RingWriter(WriterBase):
         self.rings.write_count = value
 
     def share(self) -> None:
-        """Move positions, counters and episode index into shared memory; build the index now if possible."""
+        """Move positions, counters and episode index into shared memory; build the index first if possible."""
         cells = getattr(self.storage, "cells", None)
         has_done = cells is not None and self._done_path in cells.leaf_index
         if self.index is None and self.track_episodes is not False and has_done:
-            self.rings.make_index()  # other processes would not see an index built later
+            self.rings.make_index()  # other processes would not see an index that is built later
         self.rings = SharedRings(self.rings)
 
     # ------------------------------------------------------------------ writing
@@ -211,8 +212,8 @@ class RingWriter(WriterBase):
                 ``[T * len(env_ids)]``.
 
         Returns:
-            The cells, ``[n]``; empty for data without rows. If a later row of the same data would overwrite a row, only
-            the later row is written, and both rows have the same cell.
+            The cells, ``[n]``; empty for data without rows. If two rows of the data have the same cell, only the later
+            row is written.
 
         Raises:
             TypeError: the data is not a TensorDict, an entry is not a tensor, or ``env_ids`` are not integers.
@@ -316,7 +317,7 @@ class RingWriter(WriterBase):
             self._ring_storage.set_length(self.rings.count)
 
     def flags(self, data: TensorDictBase, leaves: list[Tensor] | None, steps: int) -> tuple[Flags, Flags]:
-        """Return masks of the steps that end and begin episodes, ``[steps, M]``; empty arrays without an index.
+        """Return masks ``[steps, M]``: steps that end episodes, and steps that begin episodes; empty without an index.
 
         The first write may build the index.
 

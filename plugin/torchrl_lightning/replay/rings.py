@@ -33,7 +33,7 @@ from torchrl_lightning.replay.positions import Flags, Ints, MissingStepsError, s
 from torchrl_lightning.replay.successors import SuccessorCheck
 
 ALL_STEPS = np.iinfo(np.int64).max
-_FIRST_VERSIONS = itertools.count(1)  # makes versions unique among all rings of a process
+_FIRST_VERSIONS = itertools.count(1)  # first versions; each ring object of a process gets another one
 _WRITE_COUNT, _RESTART_OFFSET, VERSION = range(3)  # indices of Rings._counters
 NO_INDEX = (*(np.empty(0, kind) for kind in (np.int64, np.bool_, np.int64, np.bool_, np.int64)),)
 
@@ -75,10 +75,10 @@ class Rings(process_owned.ProcessOwned, Stateful):
         self._counters: Ints = np.zeros(3, np.int64)
         self._counters[VERSION] = next(_FIRST_VERSIONS) << 40
         self.successors = SuccessorCheck()
-        """The entries that reveal a trajectory that was cut without a flag."""
+        """The comparison of entries that finds trajectories that were cut without a flag."""
         self.reloaded: Flags | None = None
         """Mask of environments that were not written since the last load, ``[num_envs]``, or None."""
-        # Whether all positions are equal; whether the filled cells are the first cells.
+        # All positions are equal (in lockstep); the filled cells are the first cells (uniformly filled).
         self._in_lockstep = self._uniformly_filled = True
         self._ids: Ints = np.arange(num_envs)
 
@@ -153,7 +153,7 @@ class Rings(process_owned.ProcessOwned, Stateful):
 
     @property
     def version(self) -> int:
-        """Counter of all changes that may move an episode border or remove a cell.
+        """A counter that increases with each change that may move an episode border or remove a cell.
 
         These are writes, removals, cuts, loads and changed flags of stored steps. Cached cells or steps are valid while
         the version stays the same.
@@ -172,7 +172,7 @@ class Rings(process_owned.ProcessOwned, Stateful):
         return index % self.num_envs
 
     def position_of(self, index: Tensor) -> Tensor:
-        """Return the positions of the steps in cells; for empty cells, a number below ``oldest`` (or negative)."""
+        """Return the positions of the steps in cells; for an empty cell, a number below ``oldest`` or negative."""
         slot = torch.div(index, self.num_envs, rounding_mode="floor")
         newest = int(self._positions[0]) - 1 if self._in_lockstep else self.positions[index % self.num_envs] - 1
         return newest - (newest - slot) % self.length
@@ -203,7 +203,7 @@ class Rings(process_owned.ProcessOwned, Stateful):
     # ------------------------------------------------------------------ write versions
 
     def write_version(self, index: Tensor) -> Tensor:
-        """Return the write position plus ``restart_offset`` of each cell's ring, in the shape of ``index``."""
+        """Return, for each cell, the next position of its ring plus ``restart_offset``, in the shape of ``index``."""
         if not self._in_lockstep:
             return self.snapshot()[index.cpu() % self.num_envs]
         versions = np.empty(tuple(index.shape), np.int64)
@@ -211,7 +211,7 @@ class Rings(process_owned.ProcessOwned, Stateful):
         return torch.from_numpy(versions)
 
     def snapshot(self) -> Tensor:
-        """Return a copy of the write position plus ``restart_offset`` of every ring, ``[num_envs]``."""
+        """Return the next position of every ring plus ``restart_offset``, as a copy, ``[num_envs]``."""
         return self.positions + self.restart_offset
 
     def is_unchanged(self, index: Tensor, versions: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ class Rings(process_owned.ProcessOwned, Stateful):
     # ------------------------------------------------------------------ writing
 
     def before_change(self, env: Any, below: Any = ALL_STEPS) -> None:
-        """Prepare a change of environments; called before every change.
+        """Prepare a change to the rings of environments; called before every change.
 
         Args:
             env: the environments.
@@ -234,7 +234,7 @@ class Rings(process_owned.ProcessOwned, Stateful):
             self.check_owner()
 
     def after_change(self) -> None:
-        """Record a change; called after every change."""
+        """Do nothing; shared rings record each change here."""
 
     def write(self, leaves: tuple[Ints, Ints], ids: Ints | None, steps: int, done: Flags, init: Flags) -> Ints:
         """Write steps, advance the positions and record the episodes, in one atomic call.
@@ -275,7 +275,7 @@ class Rings(process_owned.ProcessOwned, Stateful):
         self._refresh()
 
     def drop(self, env: Ints, count: int | None) -> Tensor:
-        """Remove the ``count`` oldest or all steps of environments; return the removed cells, sorted by environment."""
+        """Remove the ``count`` oldest steps of environments, or all steps; return the cells, sorted by environment."""
         oldest = self._oldest()[env]
         stored = self._positions[env] - oldest
         if count is not None and int(stored.min()) < count:
@@ -444,7 +444,7 @@ class Dependent(Protocol):
 
 
 class _WeakWriterRef:
-    """A weak reference to a writer; a copy or pickle of it is empty."""
+    """A weak reference to a writer; a copy or pickle refers to no writer."""
 
     def __init__(self, writer: RingOwner | None = None) -> None:
         self.writer = (lambda: None) if writer is None else weakref.ref(writer)

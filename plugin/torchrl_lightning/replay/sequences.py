@@ -36,24 +36,26 @@ class SequenceSampler(Stateful, SamplerHooks, Sampler):
     """Sample windows of ``batch_length`` successive steps of one environment, as batches ``[B, T]``.
 
     ``batch_size`` counts windows. A batch contains ``index`` (cells) and ``mask``, both ``[B, T]``; ``mask`` is true
-    for the steps that count in a loss. A window never mixes environments and never joins the newest to the oldest step.
+    for the steps that a loss should use. A window never mixes environments and never joins the newest to the oldest
+    step.
 
-    A :class:`RingWriter` must fill the storage, which may be a TorchRL storage; the episode index of the writer
-    provides the episodes. Every valid start is equally likely. The sampler draws random steps until enough of them
-    are valid starts. If fewer than about one in ten thousand are valid, it lists all valid starts, once per version of
-    the rings.
+    A :class:`RingWriter` must fill the storage, because the sampler reads the writer's episode index. The storage may
+    be a TorchRL storage. Every valid start is equally likely. The sampler draws random steps until enough of them are
+    valid starts. If fewer than about one in ten thousand draws are valid, the sampler lists all valid starts. The list
+    is used until the rings change.
 
     Args:
         batch_length: steps of a window.
         episode_ends: ``"inside"``: a window stays in one episode. ``"across"``: a window may continue in the next
-            episode. The done flags and ``is_init`` (if stored) mark the border; ``is_init`` of a batch also marks
+            episode. The done flags and ``is_init`` (if stored) mark the border. In a batch, ``is_init`` also marks
             trajectories that were cut without a flag. ``"pad"``: a window starts at any step with at least one step
             after the burn-in. After the end of the episode, the window repeats the last step, and ``mask`` excludes the
             copies.
-        burn_in: number of first steps that only warm up a recurrent state; ``mask`` excludes them.
-        recurrent_keys: recurrent states. The sampler reads only the first state of a window and expands it over the
-            window, with zeros at the start of an episode, as TorchRL's ``GRUModule`` and ``LSTMModule`` expect. It also
-            expands the state under ``"next"``.
+        burn_in: number of steps at the start of a window that only warm up a recurrent state; ``mask`` excludes these
+            steps.
+        recurrent_keys: keys of recurrent states. The sampler reads only the first state of a window and repeats this
+            state for all steps of the window, with zeros at the start of an episode, as TorchRL's ``GRUModule`` and
+            ``LSTMModule`` expect. The sampler does the same with the state under ``"next"``.
         start_states: ``"stored"``: a window starts with the stored state of its first step. ``"zero"``: a window starts
             with a zero state, which ``burn_in`` warms up. Kapturowski et al. (2019) compare both.
         generator: random generator; a buffer replaces it by the buffer's generator.
@@ -124,7 +126,7 @@ class SequenceSampler(Stateful, SamplerHooks, Sampler):
 
     def clear(self) -> None:
         """Clear the list of valid starts; ``ReplayBuffer.empty`` calls this."""
-        # Ring version, window length and burn-in of the listed starts.
+        # The listed starts are valid for this ring version, window length and burn-in.
         self._listed_for = -1, 0, 0
         self._valid_starts: NDArray[np.float64] = np.empty(0)
 
@@ -237,10 +239,10 @@ def _first_states(
 
     These TorchRL modules read the state at the first step of a row and at each step with ``is_init``. So the first
     state of a window is expanded over ``T``, and the state is zero at each ``is_init``. If the state under ``"next"``
-    is stored, it is also returned, for unrolling over the next observations. It contains the stored
-    state of the first step and of each later step with ``is_init``. With ``stored=False`` all states are zero. A cut
-    without a flag also splits a window; for windows across cuts, the returned ``is_init`` marks these splits. Without a
-    stored ``is_init``, a trajectory begins with its stored state instead of zero.
+    is stored, it is also returned, for unrolling over the next observations. It contains the stored state of the first
+    step and of each later step with ``is_init``. With ``stored=False`` all states are zero. A cut without a flag also
+    splits a window; the returned ``is_init`` marks these splits if windows may cross cuts. Without a stored
+    ``is_init``, a trajectory begins with its stored state instead of zero.
     """
     has_cuts = episodes is not None and episodes.has_cuts
     if not keys and not has_cuts:
@@ -250,7 +252,7 @@ def _first_states(
         if not has_cuts and not any(key[0] in storage.tree for key in keys):
             return {}
         tree, cells = storage.tree, cells.to(storage.device)
-    else:  # the rows are already gathered, so index them by position
+    else:  # the leaf contains only the sampled rows, so index them by position
         tree = tree_of(storage.get(cells).reshape(-1))
         cells = torch.arange(cells.numel(), device=index.device).view(cells.shape)
     leaves = dict(leaves_of(tree))

@@ -23,7 +23,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 PAUSE = 2e-4  # seconds between polls
-# Layout of C's struct flock, and the fields for the lock type and the process that holds the lock.
+# Layout of C's struct flock, the index of its field for the lock type, and the index of its field for the holder.
 _LAYOUT, _LOCK_TYPE, _HOLDER_PID = ("hhqqi4x", 0, 4) if sys.platform == "linux" else ("qqihhi", 3, 2)
 _locks: weakref.WeakSet[SharedLock] = weakref.WeakSet()
 
@@ -39,13 +39,14 @@ after_fork(_renew_locks)
 class SharedLock:
     """A reentrant lock between processes and their threads, which the kernel releases when its holder dies.
 
-    It is a POSIX record lock on a file without a name. All threads of a process share their record locks, so a second
-    lock separates the threads. A process loses its record locks when it closes any descriptor of the file, so each
-    process has only one descriptor. A forked process inherits no record locks, so it starts with fresh state.
+    It is a POSIX record lock on a file without a name. All threads of a process share its record locks, so a second
+    lock excludes the threads from each other. A process loses its record locks when it closes any descriptor of the
+    file, so each process has only one descriptor. A forked process inherits no record locks, so it starts without
+    holding the lock.
 
-    A process that is stopped (SIGSTOP, a debugger) keeps the lock, and the others wait until it continues or ends. With
-    a timeout, the waiting processes raise a TimeoutError instead, and their polling costs a few percent of a core. Do
-    not set a timeout for processes that may be suspended together, because the suspended time counts.
+    A process that is stopped (SIGSTOP, a debugger) keeps the lock. The other processes wait until it continues or ends.
+    With a timeout, the waiting processes raise a TimeoutError instead, and their polling costs a few percent of a core.
+    Do not set a timeout for processes that may be suspended together, because the suspended time counts.
 
     Args:
         on_acquire: called after the lock is acquired, e.g. to apply changes of other processes.
@@ -94,7 +95,7 @@ class SharedLock:
         self.renew()
 
     def renew(self) -> None:
-        """Reset the lock that separates threads, because a forked process copies the state of its parent's threads."""
+        """Reset the lock between threads, because a fork copies it in the state that the parent's threads left."""
         self._thread_lock, self._depth = threading.RLock(), 0
 
     def __enter__(self) -> None:
@@ -124,7 +125,7 @@ class SharedLock:
             try:
                 fcntl.lockf(self._file, operation)
                 return
-            except OSError as error:  # the kernel ignores threads, so two waiting threads look like a deadlock
+            except OSError as error:  # the kernel does not see threads, so two waiting threads may look like a deadlock
                 if error.errno not in (errno.EDEADLK, errno.EAGAIN, errno.EACCES):
                     raise
             if timeout is not None and time.monotonic() - start > timeout and (holder := self._holder()) is not None:

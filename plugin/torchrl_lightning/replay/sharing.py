@@ -143,12 +143,12 @@ class SharedRings(_SharedArrays, Rings):
         self._share_index()
 
     def register(self) -> None:
-        """Give this process a new writer id, under the lock, so that its next steps begin new episodes."""
+        """Give this process a new writer id, so that its next steps begin new episodes; the caller holds the lock."""
         self._sync_state[_LAST_WRITER_ID] += 1
         self._writer_id = self._sync_state.item(_LAST_WRITER_ID)
 
     def write(self, leaves: tuple[Ints, Ints], ids: Ints | None, steps: int, done: Flags, init: Flags) -> Ints:
-        """Write steps as in :meth:`Rings.write`; they never continue an episode of another process."""
+        """Write steps like :meth:`Rings.write`, but never continue an episode of another process."""
         env = self._ids if ids is None else ids
         taken_over = env[self._writer_ids[env] != self._writer_id]
         if taken_over.size:
@@ -168,10 +168,11 @@ class SharedRings(_SharedArrays, Rings):
         self._record_state()
 
     def sync(self) -> tuple[bool, Tensor, Tensor] | None:
-        """Return the changes of other processes, after this process took the lock; recover after a dead process.
+        """Return the changes of other processes; if a process died during a change, first remove the affected steps.
 
         Returns:
-            None without changes; otherwise whether the rings were emptied, the removed cells and the written cells.
+            None if nothing changed. Otherwise three values: whether the rings were emptied, the removed cells, and the
+            written cells.
         """
         if self._sync_state.item(_IS_CHANGING):
             self._recover()
@@ -196,7 +197,7 @@ class SharedRings(_SharedArrays, Rings):
         """Mark all changes as complete, before the lock is released."""
         if self._sync_state.item(_IS_CHANGING):
             self._lost_before[:] = 0
-            self._sync_state[_IS_CHANGING] = 0  # must be reset last, because before_change() sets it first
+            self._sync_state[_IS_CHANGING] = 0  # reset this last, because before_change() sets this first
         self._holds_lock = False
 
     def _recover(self) -> None:
@@ -256,9 +257,9 @@ class ShareableBuffer(LockedBuffer):
 
         Each process takes a shared lock to write or to sample, and sees the steps of the other processes. If a process
         is killed while it holds the lock, the other processes continue. The last write of the killed process may be
-        incomplete. The others therefore drop the rings of these environments, log a warning with the environment ids
-        and begin new episodes. If a parent process is killed, a child of multiprocessing that has used the buffer ends
-        within seconds.
+        incomplete. The other processes therefore remove all steps of the environments in that write, log a warning with
+        the environment ids and begin new episodes. If a parent process is killed, a child of multiprocessing that has
+        used the buffer ends within seconds.
 
         Only one process at a time may write to a ring. The first row of another process begins an episode, with or
         without ``is_init``, because two processes never share an episode. This also applies to a process that replaces
@@ -271,7 +272,7 @@ class ShareableBuffer(LockedBuffer):
         Each process has its own sampler, priorities and transforms. Steps of other processes get the priority of new
         data. Each child process has its own generator. Its seed depends on the generator state of this process at the
         start of the child and on the child's name. Multiprocessing numbers the names by order of start, so runs are
-        reproducible. This process must write to the buffer before any child process does.
+        reproducible. This process must be the first process that writes to the buffer.
 
         A process shares the buffer if it is forked after this call, or gets the buffer as an argument of
         ``multiprocessing.Process``. All other transfers copy the stored rows into an unshared buffer: ``pickle.dumps``,
@@ -312,7 +313,7 @@ class ShareableBuffer(LockedBuffer):
         if self.shared:
             if timeout is not None:
                 self._lock.timeout = timeout
-            return self  # other processes may use the lock, so keep it
+            return self  # keep the lock, because other processes may use it
         lock = SharedLock(self._on_lock_acquired, self._before_lock_release, timeout)
         self.storage.share()
         self.writer.share()
@@ -399,11 +400,11 @@ class ShareableBuffer(LockedBuffer):
         return None
 
     def stop(self) -> None:
-        """Stop waiting in all processes: calls that wait, now or later, do nothing and return.
+        """Stop waiting in all processes: calls that wait return without a result, now and later.
 
-        This lasts until :meth:`resume`, also after the buffer is emptied. The stored steps stay, and all other calls
-        still work. This method never waits, because it takes no lock. It does not end the wait for a lock that a
-        stopped process holds; only the timeout of :meth:`share` limits that wait.
+        Waiting stays stopped until :meth:`resume`, even if the buffer is emptied. The stored steps stay, and calls that
+        do not wait still work. This method never waits, because it takes no lock. It does not end the wait for a lock
+        that a stopped process holds; only the timeout of :meth:`share` limits that wait.
         """
         if self.shared:
             self._rings.stop()

@@ -27,7 +27,7 @@ from torchrl_lightning._core.validators import optional
 
 
 def sampler_state(sampler: Any, storage: Any) -> Any:
-    """Return the stateful object of a sampler: the sampler, or a wrapper of a TorchRL sampler and its storage."""
+    """Return the object that has a sampler's state: the sampler, or a wrapper of a TorchRL sampler and its storage."""
     if isinstance(sampler, Stateful):
         return sampler
     name, cells = type(sampler).__name__, storage.max_size
@@ -68,7 +68,7 @@ def device_and_state(value: Any, name: str) -> Mapping[str, Any]:
 
 
 def pack_batch(batch: TensorDictBase, info: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return a prefetched batch and the entries of its sampler as a state."""
+    """Return a state of a prefetched batch and of the entries that its sampler returned."""
     return {
         "batch": tree_of(batch),
         "batch_size": list(batch.batch_size),

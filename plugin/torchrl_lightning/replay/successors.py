@@ -32,12 +32,11 @@ def _as_lists(paths: Iterable[Path]) -> list[list[str]]:
 
 
 class SuccessorCheck(Stateful):
-    """Compare rows with stored successors, and learn which entries are suitable.
+    """Compare rows with stored successors, and learn which entries can be compared.
 
     The entry ``("next", X)`` of a step equals the entry ``X`` of the following step, unless the episode ends or the
-    data were changed before (normalised, relabelled, folded). So an entry is used only after both values were equal
-    once at a step without an end flag. The entry is never used again after the values differed inside one write. NaN
-    equals NaN.
+    data were changed before (normalised, relabelled, folded). So an entry is used only after both values were equal at
+    a step without an end flag. If the values differ inside one write, the entry is never used again. NaN equals NaN.
     """
 
     OWNER = "successor check"
@@ -78,8 +77,8 @@ class SuccessorCheck(Stateful):
             is_compared: mask of environments, ``[M]``; true to compare the first new row with the last stored step.
 
         Returns:
-            A mask of environments with a first row that does not continue the stored trajectory, ``[M]``; an entry that
-            differs, or None; and whether any entry was used.
+            Three values: a mask ``[M]``, true if an environment's first row does not continue the stored trajectory; an
+            entry that differs, or None; and whether any entry was used.
         """
         steps, num_envs = done.shape
         cut, differing_path, was_used = np.zeros(num_envs, np.bool_), None, False

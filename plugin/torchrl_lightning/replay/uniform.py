@@ -20,10 +20,10 @@ from torchrl_lightning.replay.rings import rings_of, uneven_rings
 class UniformSampler(Stateful, SamplerHooks, Sampler):
     """Sample stored cells uniformly.
 
-    ``stratified`` draws the same number of steps from every environment of a :class:`RingWriter`, regardless of the
-    number of its stored steps. If the batch size is not divisible by the number of environments, random environments
-    get one more step. The sampler splits the steps of an environment into equal intervals with a random offset and
-    draws one step from each. Every step of an environment is equally likely. A TorchRL storage counts as one
+    ``stratified`` draws the same number of steps from every environment of a :class:`RingWriter`, no matter how many
+    steps each environment has stored. If the batch size is not divisible by the number of environments, random
+    environments get one more step. The sampler splits the steps of an environment into equal intervals with a random
+    offset and draws one step from each. Every step of an environment is equally likely. A TorchRL storage counts as one
     environment.
 
     Args:
@@ -99,8 +99,8 @@ class UniformSampler(Stateful, SamplerHooks, Sampler):
         rng = self.generator
         if 3 * count > stored:
             return torch.randperm(stored, generator=rng, device=rng.device)[:count].cpu()
-        # Draws with replacement are still a uniform random set after duplicates are removed, because all cells are
-        # treated alike. A random subset of that set is also uniform.
+        # Without their duplicates, draws with replacement are a uniform random set, because all cells are equally
+        # likely. A random subset of that set is also uniform.
         cells = integers_below(stored, count, self.generator).cpu().unique()
         while len(cells) < count:
             cells = torch.cat([cells, integers_below(stored, count, self.generator).cpu()]).unique()
@@ -118,7 +118,7 @@ class UniformSampler(Stateful, SamplerHooks, Sampler):
     def _draws_per_env(self, filled: Tensor, count: int) -> Tensor:
         draws = torch.zeros_like(filled)
         while count:
-            # Without replacement, an exhausted environment passes its remaining share to the others.
+            # Without replacement, the other environments take the remaining draws of an exhausted environment.
             open_envs = (filled > 0 if self.with_replacement else filled > draws).nonzero().squeeze(1)
             share, remainder = divmod(count, len(open_envs))
             rng = self.generator

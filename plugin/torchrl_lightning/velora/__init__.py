@@ -1,6 +1,6 @@
 """Velora's replay buffer with hidden states.
 
-Only the documented interface and its files are here. It is built on ``replay``.
+This package contains only the documented interface and its files. Both are built on ``replay``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Velora's buffer files: six float32 tensors in a safetensors file, and metadata in a JSON file.
 
-Both files are replaced only after both new files are complete and on disk. The header of the safetensors file also
-stores position and size, so the pair stays readable if a process dies between the two renames.
+Two renames replace the old files after both new files are complete and on disk. The header of the safetensors file also
+stores position and size, so the files stay readable if a process dies between the two renames.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def check_files(state_path: str | Path, metadata: Mapping[str, Any]) -> tuple[Pa
     """Check a saved buffer without reading its tensors; return the path of the tensor file and the metadata."""
     checked = _check_metadata(metadata)
     path = _find_tensor_file(Path(state_path))
-    # Reading needs memory for the buffer and one copy. The file size is an upper limit for the sizes in the metadata.
+    # Reading needs memory for the buffer and one copy. Use the file size, because the tensors cannot be larger.
     needed = 2 * path.stat().st_size
     check_free_memory(
         needed, str(path), "free some, or change the metadata's device", device=checked["device"] or "cpu"
@@ -90,7 +90,7 @@ def check_files(state_path: str | Path, metadata: Mapping[str, Any]) -> tuple[Pa
 
 
 def _find_tensor_file(path: Path) -> Path:
-    # Velora removes the text after the last dot, so it writes "run.1_" to "run.safetensors".
+    # Velora replaces the text after the last dot, so it writes a buffer "run.1_" to "run.safetensors".
     candidates = [path, Path(f"{path}.safetensors"), path.with_suffix(".safetensors")]
     for candidate in candidates if path.suffix == ".safetensors" else candidates[1:]:
         if candidate.is_file():
@@ -126,7 +126,7 @@ def _check_counters(metadata: Mapping[str, Any]) -> None:
 
 
 def _with_file_counters(metadata: dict[str, Any], header: Mapping[str, str], path: Path) -> dict[str, Any]:
-    """Return the metadata with position and size from the tensor file's header, which was written with the tensors."""
+    """Return the metadata with the position and size in the tensor file's header, because these match the tensors."""
     try:
         counters = {name: int(header[name]) for name in COUNTERS if name in header}
     except ValueError as error:

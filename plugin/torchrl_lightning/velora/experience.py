@@ -14,7 +14,7 @@ from torchrl_lightning.velora.buffer_files import NAMES
 
 HIDDEN, PREVIOUS = ("next", "recurrent_state"), "recurrent_state"
 KEYS: list[NestedKey] = ["observation", "action", *(("next", key) for key in ("reward", "observation", "terminated"))]
-COLUMNS: dict[str, NestedKey] = dict(zip(NAMES, [*KEYS, HIDDEN], strict=True))  # key of each documented name
+COLUMNS: dict[str, NestedKey] = dict(zip(NAMES, [*KEYS, HIDDEN], strict=True))  # key for each documented name
 
 
 class BatchExperience(TensorClass):
@@ -65,7 +65,7 @@ def make_transitions(columns: Mapping[str, Tensor]) -> TensorDict:
 
 
 def features_of(data: TensorDictBase, key: NestedKey) -> int | None:
-    """Return the number of elements per row of an entry, over all its leaves; ``None`` if the entry is missing."""
+    """Return the number of elements per row of an entry, summed over its leaves; ``None`` if the entry is missing."""
     leaves = _leaves(data, key)
     return sum(int(leaf.shape[data.ndim :].numel()) for leaf in leaves) if leaves else None
 

@@ -77,9 +77,9 @@ class RecurrentReplayBuffer(BufferBase):
         Args:
             agent: an object with ``env.spec`` and ``predict(states, hidden, train_mode=True) -> (actions, hidden)``;
                 ``hidden`` is ``None`` at the first step.
-            n_samples: final number of stored transitions; a buffer with at least this number stays unchanged.
+            n_samples: final number of stored transitions; a buffer with this number or more stays unchanged.
             num_envs: number of parallel environments, at least 2.
-            previous_hidden: also store the recurrent states before acting; ``None`` does this if the stored transitions
+            previous_hidden: also store the recurrent states before acting; by default, only if the stored transitions
                 contain them.
 
         Raises:
@@ -149,7 +149,7 @@ class _AgentPolicy(nn.Module):
 
     def __init__(self, agent: Any, hidden_dim: int, action_shape: tuple[int, ...]) -> None:
         super().__init__()
-        self._agent = [agent]  # a list prevents registration as a submodule, so the agent keeps its mode
+        self._agent = [agent]  # in a list, the agent is not a submodule, so it keeps its training mode
         self.action_shape = action_shape
         self.hidden_dim = hidden_dim
         self.started = False

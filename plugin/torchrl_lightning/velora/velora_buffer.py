@@ -40,7 +40,8 @@ class BufferBase(ExperienceBuffer):
     """Base class of the Velora buffers; a subclass defines ``sample``.
 
     The columns are stored under this package's keys. TorchRL's methods, transforms and samplers therefore work together
-    with Velora's methods. ``extend`` takes TensorDicts with entries of the declared sizes, in any shape.
+    with Velora's methods. ``extend`` takes TensorDicts; their entries may have any shape with the declared number of
+    elements.
 
     Args:
         capacity: maximum number of transitions; new transitions replace the oldest.
@@ -227,7 +228,7 @@ class BufferBase(ExperienceBuffer):
         raise NotImplementedError(f"{type(self).__name__} must define sample.")
 
     def draw(self, batch_size: int | None = None) -> TensorDictBase:
-        """Sample a TensorDict with this package's keys, and the ``index`` for priority updates, as in TorchRL."""
+        """Sample a TensorDict with this package's keys and TorchRL's entry ``index`` for priority updates."""
         batch: TensorDictBase = super().sample(batch_size)
         return batch
 
@@ -289,7 +290,7 @@ class BufferBase(ExperienceBuffer):
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Return the exact state for ``load_state_dict``, and Velora's six tensors (the filled rows).
 
-        The six tensors are missing if rings are unevenly filled or the transitions have no recurrent state.
+        The six tensors are left out if rings are unevenly filled or the transitions have no recurrent state.
         """
         state = super().state_dict(copy=copy)
         if self.writer.is_uniformly_filled and (
@@ -348,7 +349,7 @@ class BufferBase(ExperienceBuffer):
         path, checked = check_files(state_path, metadata)
         size = checked["size"]
         buffer = cls(*(checked[name] for name in DIMS), device=checked["device"] or "cpu")
-        # If the ring is full, write the rows before the oldest row twice, so that position and rows stay the same.
+        # If the ring is full, write the rows before the oldest row twice, because this also restores the position.
         rewritten = checked["position"] if size == checked["capacity"] else 0
         with safe_open(path, framework="pt", device="cpu") as file:
             columns = [file.get_slice(name) for name in NAMES]
