@@ -112,7 +112,7 @@ class ConfigSafe:
     """Base of parts that a file may name. They are built from plain values, and each folder is a separate argument."""
 
 
-class StartsProcesses(ConfigSafe):
+class StartsProcesses:
     """A part that a file may name only as a partial, because building it starts processes."""
 
 
@@ -374,7 +374,9 @@ def _package_target(name: str) -> Any:
     """Return our builder or class with this name, or None if files must not name it. A class needs an allowed base."""
     package = sys.modules[_package_name()]
     target = getattr(package, name) if name in package.__all__ else None
-    is_named = name in _BUILDERS.split() or (isinstance(target, type) and issubclass(target, ConfigSafe))
+    is_named = name in _BUILDERS.split() or (
+        isinstance(target, type) and issubclass(target, (ConfigSafe, StartsProcesses))
+    )
     return target if is_named or _is_subclass(target, *_ALLOWED_BASES) else None
 
 
