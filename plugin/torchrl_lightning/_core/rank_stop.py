@@ -85,14 +85,17 @@ class RankStop:
             except subprocess.TimeoutExpired:
                 process.kill()
 
-    def check(self) -> None:
+    def check(self, now: bool = False) -> None:
         """Raise the common exception if any rank has received a signal; all ranks call this after the same steps.
+
+        Args:
+            now: Agree in this call, even if the last agreement was less than half a second ago.
 
         Raises:
             KeyboardInterrupt: A rank has received Ctrl-C.
             SIGTERMException: A rank has received SIGTERM or SIGUSR1.
         """
-        if self._owner is not None and self._steps.is_due():
+        if self._owner is not None and (self._steps.is_due() or now):
             self._agree(self._steps)
 
     def check_evaluation(self) -> None:

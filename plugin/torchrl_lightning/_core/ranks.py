@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 Value = TypeVar("Value")
-_LOST = re.compile(r"gloo/transport|Connection (closed|reset) by peer|Broken pipe|NCCL|remote process", re.IGNORECASE)
+_LOST = re.compile(r"(closed|reset) by peer|gloo/.*Broken pipe|ncclRemoteError|remote process exited", re.IGNORECASE)
 
 
 def is_distributed() -> bool:

@@ -23,7 +23,7 @@ class SignalObserver:
 
     def __init__(self) -> None:
         self._listeners: tuple[Listener, ...] = ()
-        self._written = -1  # write end of the pipe
+        self._write_end = -1  # of the pipe
 
     def add(self, listener: Listener) -> None:
         """Call a listener in the observer's thread from now on; do nothing on Windows or outside the main thread.
@@ -32,11 +32,11 @@ class SignalObserver:
         """
         if sys.platform == "win32" or not is_main_thread():  # Windows accepts only sockets
             return
-        if self._written < 0:
-            read, self._written = os.pipe()
-            os.set_blocking(self._written, False)
-            threading.Thread(target=self._run, args=(read,), name="signal-observer", daemon=True).start()
-        signal.set_wakeup_fd(self._written, warn_on_full_buffer=False)
+        if self._write_end < 0:
+            read_end, self._write_end = os.pipe()
+            os.set_blocking(self._write_end, False)
+            threading.Thread(target=self._run, args=(read_end,), name="signal-observer", daemon=True).start()
+        signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         if listener not in self._listeners:
             self._listeners = (*self._listeners, listener)
 
@@ -44,8 +44,14 @@ class SignalObserver:
         """Stop calling a listener."""
         self._listeners = tuple(known for known in self._listeners if known != listener)
 
-    def _run(self, read: int) -> None:
-        while numbers := os.read(read, 4096):
+    def reset(self) -> None:
+        """Forget pipe and listeners, in a forked process: the pipe and its thread belong to the parent."""
+        if self._write_end >= 0:
+            signal.set_wakeup_fd(-1)
+        self._listeners, self._write_end = (), -1
+
+    def _run(self, read_end: int) -> None:
+        while numbers := os.read(read_end, 4096):
             for number in numbers:
                 for listener in self._listeners:
                     listener(number)
@@ -54,12 +60,4 @@ class SignalObserver:
 observer = SignalObserver()
 """The only instance, because a process has one file descriptor for signal numbers."""
 
-
-def _renew() -> None:
-    # The pipe of the parent must not receive the signals of a forked process, because no thread observes them there.
-    if observer._written >= 0:
-        signal.set_wakeup_fd(-1)
-    observer.__init__()  # type: ignore[misc]
-
-
-after_fork(_renew)
+after_fork(observer.reset)

@@ -10,17 +10,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+
 from torchrl_lightning._core.rank_stop import rank_stop
 from torchrl_lightning._core.ranks import is_lost_rank
+from torchrl_lightning.callbacks.checkpoints import LastCheckpoint, resume_hint
 
 _PATIENCE = 5.0  # seconds until the status of an ended process is known
 
 
 @contextmanager
 def reported_rank_failures(trainer: Any) -> Iterator[None]:
-    """End this process with one line if another rank has ended. The failed rank reports its own error.
+    """End this process with one line if another rank has ended. A rank that fails with an error reports the error.
 
-    The exit status is the status of the first rank that has ended, or 1 if another process launched that rank.
+    Lightning launches the other ranks of a machine from the machine's first rank. This rank reports for them and ends
+    with the status of the rank that ended first. With another launcher, every remaining rank reports, with status 1.
     """
     parent = os.getppid()
     try:
@@ -28,31 +32,32 @@ def reported_rank_failures(trainer: Any) -> Iterator[None]:
     except RuntimeError as error:
         if not is_lost_rank(error):
             raise
-        rank, status = _ended_rank()
-        if trainer.global_rank != 0 and os.getppid() == parent:  # rank 0 reports the failure
-            sys.exit(status)
-        who = "rank 0" if trainer.global_rank != 0 else "another rank" if rank is None else f"rank {rank}"
-        if status > 128:
-            print(f"error: {who} was killed by {signal.Signals(status - 128).name}; {_hint(trainer)}", file=sys.stderr)
-        elif rank is None:
-            print(f"error: {who} has ended; {_hint(trainer)}", file=sys.stderr)
-        sys.exit(status)
+        first = trainer.global_rank - trainer.local_rank
+        if trainer.local_rank and isinstance(trainer.strategy.cluster_environment, LightningEnvironment):
+            if os.getppid() == parent:
+                sys.exit(1)  # the first rank reports
+            _exit(trainer, f"rank {first} has ended", 1)
+        index, code = _ended_process()
+        if code > 0:
+            sys.exit(code)  # the rank has reported its error
+        if code == 0:
+            _exit(trainer, "another rank has ended", 1)
+        _exit(trainer, f"rank {first + index} was killed by {signal.Signals(-code).name}", 128 - code)
 
 
-def _ended_rank() -> tuple[int | None, int]:
-    """Return the first rank that this process launched and that has ended with an error, and its exit status."""
+def _ended_process() -> tuple[int, int]:
+    """Wait for a failed rank; return its number on this machine and its exit code, or zeros if it is unknown."""
     deadline = time.monotonic() + (_PATIENCE if rank_stop.processes else 0.0)
     while True:
-        for rank, process in enumerate(rank_stop.processes, 1):
+        for index, process in enumerate(rank_stop.processes, 1):
             if code := process.poll():
-                return rank, code if code > 0 else 128 - code
+                return index, code
         if time.monotonic() >= deadline:
-            return None, 1
+            return 0, 0
         time.sleep(0.05)
 
 
-def _hint(trainer: Any) -> str:
-    from torchrl_lightning.callbacks.checkpoints import LastCheckpoint, resume_hint
-
+def _exit(trainer: Any, reason: str, status: int) -> None:
     paths = (callback.path for callback in trainer.callbacks if isinstance(callback, LastCheckpoint))
-    return next(map(resume_hint, paths), "this run has no checkpoints.")
+    print(f"error: {reason}; {next(map(resume_hint, paths), 'this run has no checkpoints.')}", file=sys.stderr)
+    sys.exit(status)

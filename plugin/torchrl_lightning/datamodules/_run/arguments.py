@@ -117,8 +117,8 @@ def check_buffer_factory(buffer: Any, data: Any) -> None:
     if not callable(buffer):
         kind = type(buffer).__name__
         raise TypeError(
-            f"buffer must be a callable that builds the buffer, such as a class or a functools.partial, got a {kind}. "
-            "Pass the class, or a partial with its arguments."
+            f"buffer must be a callable that builds the buffer, such as a class or a functools.partial, "
+            f"got an object of {kind}. Pass the class, or a partial with its arguments."
         )
     factory = buffer
     while isinstance(factory, partial):

@@ -87,7 +87,9 @@ class DataHooks(SparseCallback):
             self._monitors.wait(trainer, self._delayed_metrics(trainer, pl_module))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log a warning for callbacks that never received their training metric, because no episode ended."""
+        """Stop after a last signal to any rank; log a warning for callbacks that never received their metric."""
+        if self.is_active_in(trainer):
+            rank_stop.check(now=True)
         for callback in self._monitors.release():
             if callback.monitor in self.data.episode_metrics:
                 logger.warning(
