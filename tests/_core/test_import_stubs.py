@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -128,3 +129,27 @@ def test_calls_of_the_compiler_are_repeated_when_it_is_imported() -> None:
 
     assert compiled(torch.ones(())) == 3
     assert compiling == [False, False]
+
+
+def test_import_libraries_defers_scipy_and_compiled_kernels_need_none_of_it() -> None:
+    program = """
+import sys
+from torchrl_lightning._core.import_stubs import import_libraries
+
+def loaded():
+    return sorted({name for name in sys.modules if name in ("scipy.linalg", "matplotlib", "torch._dynamo", "ray")})
+
+import_libraries()
+print(loaded())
+from torchrl_lightning.kernels.compiled import jitted
+
+def double(x):
+    return 2 * x
+
+jitted(double)(1.5)
+print(loaded())
+import scipy.linalg
+print(scipy.linalg.norm([3.0, 4.0]))
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert result.stdout.split("\n") == ["[]", "[]", "5.0", ""], result.stderr

@@ -1,6 +1,7 @@
 """Start our own processes faster by importing libraries without their rarely used dependencies.
 
 Lightning imports torch's compiler and TorchMetrics, which imports SciPy and matplotlib. TorchRL imports Ray and MuJoCo.
+Numba imports SciPy's linear algebra, which our kernels do not use.
 Stubs replace these modules while the libraries are imported. A later import loads the real module, and names bound to a
 stub resolve on first use. Only our commands and the processes of collectors use this module.
 """
@@ -32,9 +33,12 @@ def import_libraries(names: Sequence[str] = _ALL) -> None:
     if all(name in sys.modules for name in names):
         return
     calls = DeferredCompilerCalls()
-    with _garbage_collection_paused(), stub_modules({**{name: {} for name in DEFERRED}, COMPILER: calls.decorators()}):
-        for name in names:
-            import_module(name)
+    with _garbage_collection_paused():
+        with stub_modules({**{name: {} for name in DEFERRED}, COMPILER: calls.decorators()}):
+            for name in names:
+                import_module(name)
+        with stub_modules({"scipy.linalg": {}}):  # numba needs SciPy itself, to compare its version
+            import_module("numba.np.arraymath")
     calls.repeat_on_import()
 
 
