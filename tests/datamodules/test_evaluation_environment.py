@@ -55,7 +55,7 @@ from torchrl_lightning._core.protocols import CollectorApi
 from torchrl_lightning.agents import DQNModule, MLPNetwork
 from torchrl_lightning.datamodules._run.evaluation import (
     check_evaluation,
-    check_first_rollout,
+    checked_rollouts,
     view_of,
     view_of_collector,
 )
@@ -356,6 +356,6 @@ def test_specs_that_differ_are_refused_field_by_field(changes, message) -> None:
 def test_first_rollout_of_an_inaccessible_collector_is_compared(rollout, message) -> None:
     specs = view_of(ready()).specs
     with pytest.raises(ValueError, match=message):
-        next(check_first_rollout([TensorDict(rollout, [2, 5])], specs))
+        next(checked_rollouts([TensorDict(rollout, [2, 5])], specs, None))
     rollouts = [TensorDict({"observation": torch.zeros(2, 5, 4)}, [2, 5]) for _ in range(3)]
-    assert [id(each) for each in check_first_rollout(rollouts, specs)] == [id(each) for each in rollouts]
+    assert [id(each) for each in checked_rollouts(rollouts, specs, None)] == [id(each) for each in rollouts]

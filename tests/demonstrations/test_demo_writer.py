@@ -179,6 +179,14 @@ def test_capacity_rule_protects_only_human_demonstrations() -> None:
     assert kept(storage)[0] == ["human", "a", "b"]
 
 
+def test_reward_demonstrations_take_capacity_from_value_demonstrations() -> None:
+    humans = [rewarded(1.0, is_human=True, name=name) for name in ("first", "second")]
+    storage, writer = build(3, *humans)
+    for name, value in (("a", 1.0), ("b", 2.0), ("c", 0.5)):
+        writer.add(rewarded(0.0, value=value, name=name))
+    assert kept(storage) == (["first", "second"], ["b"])  # without the humans, three places less one are for values
+
+
 def test_loading_raises_the_threshold_without_counting_a_success() -> None:
     storage, writer = build(3)
     writer.load([rewarded(2.0), rewarded(3.0, is_human=True)])

@@ -55,7 +55,7 @@ from torchrl_lightning.datamodules._run.discounts import build_buffer
 from torchrl_lightning.datamodules._run.due_evaluation import DueEvaluation
 from torchrl_lightning.datamodules._run.environments import RunEnvironments
 from torchrl_lightning.datamodules._run.episode_statistics import FinishedEpisodes
-from torchrl_lightning.datamodules._run.evaluation import check_first_rollout, view_of_collector
+from torchrl_lightning.datamodules._run.evaluation import checked_rollouts, view_of_collector
 from torchrl_lightning.datamodules._run.frames import FrameClock
 from torchrl_lightning.datamodules._run.loaders import LoadersDataModule
 from torchrl_lightning.datamodules._run.normalization import Normalization
@@ -431,7 +431,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         self._clock.check_end(self.trainer, collector.total_frames)
         if self.trainer is not None and (view := view_of_collector(collector)) is not None:
             self._environments.check_evaluation(view)
-        return collector, check_first_rollout(self._rollouts(collector), self._environments.specs)
+        return collector, checked_rollouts(self._rollouts(collector), self._environments.specs, self.trainer)
 
     def _normalizing_policy(self, policy: Any) -> Any:
         """Wrap the policy so that it accepts raw observations and runs under the training step's autocast."""

@@ -29,6 +29,7 @@ from torchrl_lightning.datamodules._run.batch_state import plain_batch, read_bat
 from torchrl_lightning.datamodules._run.buffer_factories import ReplayBufferFactory
 from torchrl_lightning.datamodules._run.discounts import check_discount, discount_of
 from torchrl_lightning.datamodules._run.environments import is_ready
+from torchrl_lightning.datamodules._run.rank_agreement import is_empty_on_any_rank
 from torchrl_lightning.datamodules._run.sequence_checks import check_windows, passes_batches_unchanged
 from torchrl_lightning.datamodules._run.snapshots import BufferSnapshots, check_folder
 from torchrl_lightning.datamodules._run.step_writer import SharedMemorySteps, Steps, check_resets, split_at_resets
@@ -288,7 +289,9 @@ class ReplayDataModule(UpdatesDataModule):
     def _draw(self, learner: LearnerApi, end: int, update: int) -> TensorDictBase | None:
         """Collect frames for one of the epoch's ``end`` updates; return its batch, or None if the collector ended."""
         start = time.perf_counter()
-        while self._waits_for_frames() or not len(self._write_target):
+        while self._waits_for_frames() or (
+            not len(self.buffer) if self._row_store is None else is_empty_on_any_rank(self._row_store, self.trainer)
+        ):
             if not self._collect_frames(learner):
                 return None
             if interrupts.between_steps and (interrupts.pending or rank_stop.is_active):
@@ -419,11 +422,8 @@ class ReplayDataModule(UpdatesDataModule):
             super().close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **super().__getstate__(),
-            "_rewritten_keys": no_keys,
-            "_shared_steps": None,
-        }  # the first two attributes belong to other objects
+        # Both attributes refer to other objects.
+        return {**super().__getstate__(), "_rewritten_keys": no_keys, "_shared_steps": None}
 
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
         """Add class and capacity of the buffer, and the settings of the ratio of frames to updates."""

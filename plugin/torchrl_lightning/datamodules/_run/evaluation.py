@@ -16,6 +16,7 @@ from torchrl.data import Composite, TensorSpec
 from torchrl.envs import EnvBase, GymWrapper, transforms
 
 from torchrl_lightning._core.protocols import CollectorApi
+from torchrl_lightning.datamodules._run.rank_agreement import rollouts_of_all_ranks
 from torchrl_lightning.environments import EnvironmentSpecs, environment_specs
 from torchrl_lightning.environments.backends.next_step import ResetTrackingVectorEnv
 from torchrl_lightning.environments.backends.torchrl_env import ReplayTransform
@@ -130,13 +131,20 @@ def check_evaluation(collection: EnvironmentView, evaluation: EnvironmentView, i
     return wrapper_difference
 
 
-def check_first_rollout(stream: Iterable[TensorDictBase], specs: EnvironmentSpecs) -> Iterator[TensorDictBase]:
-    """Yield a collector's rollouts ``[*B]``; first check that the first rollout matches the specs of the networks.
+def checked_rollouts(
+    stream: Iterable[TensorDictBase], specs: EnvironmentSpecs, trainer: Any
+) -> Iterator[TensorDictBase]:
+    """Yield a collector's rollouts ``[*B]`` until the collector of any rank has ended.
+
+    Args:
+        stream: The rollouts.
+        specs: The specs of the networks, with which the first rollout is compared.
+        trainer: The run's trainer; None without a run.
 
     Raises:
-        ValueError: An observation is missing or has another shape.
+        ValueError: An observation is missing or has another shape, or the ranks' rollouts have different sizes.
     """
-    rollouts = iter(stream)
+    rollouts = rollouts_of_all_ranks(stream, trainer)
     for rollout in rollouts:
         for key, spec in specs.observation.items(True, True):
             value = rollout.get(key, None)

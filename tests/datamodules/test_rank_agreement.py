@@ -1,0 +1,86 @@
+"""On two ranks, a collector that ends or collects less on one rank ends the run on both, without a rank that waits."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from kit.actor_critic import TinyActorCritic, rollouts
+from kit.ranks import Report, fit_ranks, reports, run_ranks
+from kit.replay import dqn, replay_data
+from torchrl_lightning import GymnasiumCollector
+from torchrl_lightning._core.ranks import this_rank
+from torchrl_lightning.datamodules._run.rank_agreement import is_empty_on_any_rank, rollouts_of_all_ranks
+
+ENDS = {"first": (2, 4), "second": (5, 3), "uneven": (9, 9)}
+"""The number of rollouts of each rank, by the rank whose collector ends earlier."""
+
+
+def make(name: str, case: str) -> tuple[Any, Any]:
+    frames = 8 if name == "replay" else 32
+
+    def collector(policy: Any, seed: int) -> GymnasiumCollector:
+        size = frames * 2 if case == "uneven" and this_rank() else frames
+        total = size * ENDS[case][this_rank()]
+        return GymnasiumCollector(
+            "CartPole-v1", policy, num_envs=2, frames_per_batch=size, total_frames=total, seed=seed
+        )
+
+    options = {"collector": collector, "num_envs": 2, "frames_per_batch": frames, "total_frames": -1}
+    if name == "replay":
+        sizes = {"warmup_frames": 16, "frames_per_update": 4, "updates_per_epoch": 100}
+        return dqn(), replay_data(**options, **sizes)
+    return TinyActorCritic(), rollouts(**options, mini_batch_size=16)
+
+
+def outcome(module: Any, data: Any) -> dict[str, Any]:
+    return {"frames": data.frames, "steps": module.trainer.global_step}
+
+
+def run(folder: Path, name: str) -> None:
+    for case in ("first", "second"):
+        module, data = make(name, case)
+        fit_ranks(module, data, Report(folder, case, outcome), max_epochs=50)
+    module, data = make(name, "uneven")
+    with pytest.raises(Exception, match="on all ranks, got"):
+        fit_ranks(module, data, Report(folder, "uneven", outcome), max_epochs=3)
+
+
+@pytest.mark.parametrize(("name", "frames"), [("on_policy", 64), ("replay", 16)])
+def test_ranks_stop_together_if_one_collector_ends(name: str, frames: int, tmp_path: Path) -> None:
+    folder = run_ranks(partial(run, name=name), tmp_path)
+    for case, number in (("first", 2), ("second", 3)):
+        first, second = reports(folder, case)
+        assert first == second
+        assert first["frames"] == frames * number
+    assert not list(folder.glob("uneven*"))
+
+
+class Ranks(SingleDeviceStrategy):
+    """A strategy of two ranks, of which the other one has given values."""
+
+    def __init__(self, other: bool) -> None:
+        super().__init__("cpu")
+        self.other = other
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision and self.other if all else decision or self.other
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "ranks", "expected"),
+    [([1], True, 2, False), ([1], False, 2, True), ([], True, 2, True), ([], False, 1, True), ([1], False, 1, False)],
+)
+def test_empty_rank_lets_all_ranks_collect(own: list[int], other: bool, ranks: int, expected: bool) -> None:
+    assert is_empty_on_any_rank(own, SimpleNamespace(world_size=ranks, strategy=Ranks(other))) is expected
+
+
+def test_single_rank_yields_all_rollouts_without_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.all_reduce", None)
+    assert list(rollouts_of_all_ranks(iter([1, 2]), SimpleNamespace(world_size=1))) == [1, 2]  # type: ignore[arg-type]
+    assert list(rollouts_of_all_ranks([3], None)) == [3]  # type: ignore[list-item]
