@@ -64,3 +64,14 @@ def test_death_of_a_rank_is_reported_in_one_line_and_ends_the_others(rank: int, 
     assert len(lines) <= 2, lines
     assert f"error: rank {rank} " in lines[-1]
     assert f"ckpt_path={run.last}" in lines[-1]
+
+
+def test_rank_ends_if_the_first_rank_dies_before_training(tmp_path: Path) -> None:
+    run = RankRun.of_command(tmp_path, *ON_POLICY, "data.total_frames=1000")
+    try:
+        run.wait_until(lambda: len(run.pids()) == 2)
+        run.send(signal.SIGKILL, (0,))
+        assert run.status() == -9
+        assert run.left(60) == []
+    finally:
+        run.kill()

@@ -32,24 +32,28 @@ def after_fork(function: Callable[[], object]) -> None:
         os.register_at_fork(after_in_child=function)
 
 
-def end_with_parent(parent: int, by_signal: bool) -> None:
+def end_with_parent(parent: int, by_signal: bool, grace: float = 0.0, message: str = "") -> None:
     """End this process when its parent ends, even in the middle of a computation.
 
     Args:
         parent: The parent's process id.
         by_signal: Whether Linux may send a signal, which also ends code that never returns to Python. Linux sends it
             when the thread that started this process ends; that thread must therefore be the parent's main thread.
+        grace: Seconds in which this process may end without help after its parent has ended.
+        message: A line for stderr that is written after the grace period.
     """
     if by_signal and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # the parent has already ended
         os._exit(1)
-    threading.Thread(target=_watch_parent, args=(parent,), name="parent-watch", daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(parent, grace, message), name="parent-watch", daemon=True).start()
 
 
-def _watch_parent(parent: int) -> None:
+def _watch_parent(parent: int, grace: float, message: str) -> None:
     while os.getppid() == parent:
         time.sleep(_POLL_SECONDS)
+    time.sleep(grace)
+    os.write(2, message.encode())
     os._exit(1)
 
 

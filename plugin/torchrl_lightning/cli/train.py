@@ -31,8 +31,10 @@ def train(cfg: DictConfig) -> float:
 
     from torchrl_lightning.cli.config.validate import check_command, check_config, is_trusted, read_resumed_checkpoint
     from torchrl_lightning.cli.error_messages import run_errors
+    from torchrl_lightning.cli.run_folder.first_rank import end_with_first_rank
     from torchrl_lightning.cli.run_folder.folder import RunRecord, is_follower, locked
 
+    end_with_first_rank()
     check_command(cfg)
     check_config(cfg)
     is_trusted(cfg)
