@@ -17,6 +17,7 @@ from torchrl_lightning._core.ranks import is_lost_rank
 from torchrl_lightning.callbacks.checkpoints import LastCheckpoint, resume_hint
 
 _PATIENCE = 5.0  # seconds until the status of an ended process is known
+_CLOSING = 3.0  # seconds between the end of a process's connections and the end of the process
 
 
 @contextmanager
@@ -34,7 +35,7 @@ def reported_rank_failures(trainer: Any) -> Iterator[None]:
             raise
         first = trainer.global_rank - trainer.local_rank
         if trainer.local_rank and isinstance(trainer.strategy.cluster_environment, LightningEnvironment):
-            if os.getppid() == parent:
+            if not _has_ended(parent):
                 sys.exit(1)  # the first rank reports
             _exit(trainer, f"rank {first} has ended", 1)
         index, code = _ended_process()
@@ -43,6 +44,16 @@ def reported_rank_failures(trainer: Any) -> Iterator[None]:
         if code == 0:
             _exit(trainer, "another rank has ended", 1)
         _exit(trainer, f"rank {first + index} was killed by {signal.Signals(-code).name}", 128 - code)
+
+
+def _has_ended(parent: int) -> bool:
+    """Return whether the parent process has ended; the system closes its connections some time before."""
+    deadline = time.monotonic() + _CLOSING
+    while os.getppid() == parent:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _ended_process() -> tuple[int, int]:
