@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -13,8 +9,7 @@ import torch
 from kit.actor_critic import TinyActorCritic, rollouts
 from kit.normalized import recording
 from kit.ranks import Report, fit_ranks, reports, run_ranks
-from kit.replay import dqn, replay_data
-from kit.runs import SaveAt, parameters, trainer
+from kit.runs import SaveAt, parameters
 from torchrl_lightning import LastCheckpoint
 
 
@@ -94,24 +89,3 @@ def test_observations_are_normalised_by_the_moments_of_all_ranks(two_ranks):
     assert first["count"] == first["rewards"] == len(rows) == 3 * 32 * 2
     np.testing.assert_allclose(first["mean"], rows.mean(0), rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(np.array(first["spread"]) / len(rows), rows.var(0), rtol=1e-11)
-
-
-def replay() -> tuple[Any, Any]:
-    """A replay DataModule whose environment and buffer come from functions that no other process can import."""
-    data = replay_data(env=lambda: gym.make("CartPole-v1"), updates_per_epoch=4, warmup_frames=8)
-    return dqn(), data
-
-
-def told(module: Any, data: Any) -> dict[str, Any]:
-    return {"frames": data.frames, "parameters": parameters(module).tolist(), "seed": data.collector.seed}
-
-
-def test_two_spawned_ranks_train(tmp_path: Path) -> None:
-    module, data = replay()
-    limits = {"max_epochs": 1, "limit_val_batches": 0, "callbacks": [Report(tmp_path, "fit", told)]}
-    trainer(tmp_path, devices=2, strategy="ddp_spawn", **limits).fit(module, datamodule=data)
-    first, second = reports(tmp_path, "fit")
-    assert first["frames"] == second["frames"] >= 2 * 8 + 2 * 4
-    assert first["parameters"] == second["parameters"]
-    assert first["seed"] != second["seed"]
-    assert data.frames == 0  # copies were trained

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -13,6 +12,7 @@ from torch import nn
 
 from kit.dynamics import model_data as any_model_data
 from kit.files import through_file
+from kit.ranks import of_rank
 from kit.runs import SaveAt, parameters, trainer
 from torchrl_lightning import (
     ExperienceBuffer,
@@ -279,11 +279,11 @@ def test_stored_number_that_is_not_finite_names_its_column(side, tmp_path, monke
 
 
 def test_several_ranks_are_refused(tmp_path):
-    data = model_data()
-    data.trainer = SimpleNamespace(precision="32-true", precision_plugin=None, world_size=2, global_rank=0)
-    with pytest.raises(ValueError, match=r"devices of the trainer must be 1 .* got 2"):
-        data.setup("fit")
-    data.close()
+    def no_environment():
+        raise AssertionError("an environment was made")
+
+    with pytest.raises(ValueError, match=r"devices of the trainer must be 1 .* got 2.*devices=1"):
+        fit(tmp_path, model_data(env=no_environment), strategy=of_rank(0, 2))
 
 
 def test_loader_outside_of_a_fit_has_one_batch():

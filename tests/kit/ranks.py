@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
+from socket import socket
 from typing import Any
 
 import lightning as L
@@ -29,10 +33,30 @@ class Report(L.Callback):
 def fit_ranks(
     module: Any, data: Any, report: Report, *callbacks: L.Callback, resume: Path | None = None, **settings: Any
 ) -> None:
-    """Fit on two ranks, without evaluations, beside the folder of the report."""
+    """Fit on two ranks, without evaluations, beside the folder of the report.
+
+    The ranks are forked here, so that what only the tests know need not be imported; as those of ``torchrun``, they
+    find their number and the port of the first one in their environment.
+    """
     settings = {"limit_val_batches": 0, "callbacks": [*callbacks, report], **settings}
-    run = trainer(report.folder, devices=2, strategy="ddp_fork", **settings)
-    run.fit(module, datamodule=data, ckpt_path=resume)
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+
+    def fit_rank(rank: int) -> None:
+        os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        run = trainer(report.folder, devices=2, strategy="ddp", **settings)
+        run.fit(module, datamodule=data, ckpt_path=resume)
+
+    ranks = [multiprocessing.get_context("fork").Process(target=fit_rank, args=(rank,)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    ended = wait([process.sentinel for process in ranks])
+    for process in ranks:
+        if process.sentinel not in ended and any(each.exitcode for each in ranks):
+            process.kill()  # it would wait for the other
+        process.join()
+    assert [process.exitcode for process in ranks] == [0, 0]
 
 
 def of_rank(rank: int, ranks: int) -> SingleDeviceStrategy:

@@ -61,6 +61,7 @@ class LearnerApi(_View):
         suggested_data: A stream to suggest in error messages.
         gamma: The discount, if the learner owns it.
         gamma_intrinsic: The discount of intrinsic rewards, if the learner owns it.
+        supports_several_ranks: Whether a run of several ranks can train the learner.
         evaluation_metrics: All metrics that an evaluation logs.
         training_metrics: The names of all ``train/...`` metrics; empty unless all names are known.
     """
@@ -77,6 +78,7 @@ class LearnerApi(_View):
     suggested_data: str = ""
     gamma: Any = None
     gamma_intrinsic: Any = None
+    supports_several_ranks: bool = True
     evaluation_metrics: tuple[str, ...] = ()
     training_metrics: tuple[str, ...] = ()
 
@@ -265,6 +267,7 @@ class DataApi(_View):
         suggested_model: A learner to suggest in error messages.
         total_frames: The number of frames after which training stops; -1 for never.
         seed: The seed of the run.
+        supports_several_ranks: Whether several ranks can collect for a run.
         buffer: The buffer, once it is built.
         make_collector: The setting ``collector``; False without this setting.
         frames_per_batch: The setting ``frames_per_batch``.
@@ -284,6 +287,7 @@ class DataApi(_View):
     suggested_model: str = ""
     total_frames: int | None = None
     seed: int | None = None
+    supports_several_ranks: bool = True
     buffer: Any = None
     make_collector: Callable[..., Any] | Literal[False] | None = False
     frames_per_batch: int | None = None

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torchrl_lightning._core.checksums import add_checksums, copy_expanded_tensors, verify_checksums
 from torchrl_lightning._core.errors import UserError, check_compatible, check_precision
 from torchrl_lightning._core.keys import ACTION_MASK
+from torchrl_lightning._core.launchers import MainProcessState
 from torchrl_lightning._core.mixins import PickleByValueMixin
 from torchrl_lightning._core.modules import owner_of
 from torchrl_lightning._core.protocols import DataApi
@@ -56,7 +57,7 @@ def check_optimizer_factory(value: Any, name: str) -> Any:
 OptimizerFactory = Annotated[Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], check_optimizer_factory]
 
 
-class AgentModule(PickleByValueMixin, Settings, MetricsModule):
+class AgentModule(PickleByValueMixin, MainProcessState, Settings, MetricsModule):
     """An agent with networks built from a DataModule's specs.
 
     Args:

@@ -166,11 +166,9 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         self.num_evaluations = 0
         self._due_evaluation = DueEvaluation(self)
         self._episodes = FinishedEpisodes(self.num_envs)
-        check_normalization(self, self.normalize_observation, self.normalize_reward)
-        entries, bounds = (
-            (self.normalize_observation, self.normalize_reward),
-            (self.normalize_clip, self.normalize_epsilon),
-        )
+        entries = self.normalize_observation, self.normalize_reward
+        check_normalization(self, *entries)
+        bounds = self.normalize_clip, self.normalize_epsilon
         self._normalization = Normalization(*entries, *bounds, frozen=self.freeze_statistics)
         self._stream = CollectorStream(self._episodes, self._normalization)
         self._metrics: dict[str, float] = {}
@@ -225,7 +223,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
             check_precision(self.trainer)
         self.seed = check_seed(self.seed)
         if stage == "fit":
-            check_surroundings(self.trainer, self._learner)
+            check_surroundings(self.trainer, self._learner, self)
             self._user_collector_options()  # validates the user's collector before anything is built
             self._environments.get_or_build()
             if self.make_collector is None and self.trainer is not None:
@@ -254,6 +252,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         check_stream(learner, self)
         _ = self.specs  # builds the environment
         yield "collector"
+        self._user_collector_options()
         self._environments.check_clipping()
         yield "freeze_statistics"
         check_frozen(self)

@@ -110,7 +110,7 @@ class DynamicsDataModule(ExperienceDataModule):
     num_envs: PositiveInt = 1
 
     stream_kind, buffer_class = "fits", ExperienceBuffer
-    suggested_model = "model=pets (DynamicsEnsemble)"
+    suggested_model, supports_several_ranks = "model=pets (DynamicsEnsemble)", False
     RUN_STATE = {
         **ExperienceDataModule.RUN_STATE,
         "metrics": Attribute(mapping, "_metrics"),
@@ -175,10 +175,6 @@ class DynamicsDataModule(ExperienceDataModule):
 
     def setup(self, stage: str) -> None:
         """Build environment and buffer, once, and prepare the trainer for epochs of different lengths."""
-        if stage == "fit" and self.world_size > 1:
-            raise ValueError(
-                f"devices of the trainer must be 1 for a DynamicsDataModule, got {self.world_size}. Set devices=1."
-            )
         trainer: Any = self.trainer
         if stage == "fit" and trainer is not None and trainer.reload_dataloaders_every_n_epochs > 1:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +11,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from torchrl.data import Binary, Bounded, Unbounded
 
+from kit.ranks import of_rank
+from kit.replay import fit, replay_data
 from kit.specs import specs_of
 from kit.world_models import POINT, pushed, walled
 from torchrl_lightning.agents import CNNNetwork, MBPOModule, MLPNetwork, OutsideBox, WorldModelFit
@@ -200,11 +202,9 @@ def test_diverging_fit_or_branch_raises() -> None:
         module.imagine(pushed(5, 0), 3)
 
 
-def test_several_ranks_raise() -> None:
-    module = built()
-    module.trainer = SimpleNamespace(world_size=2)  # type: ignore[assignment]
-    with pytest.raises(ValueError, match=r"2.*devices=1"):
-        module.setup("fit")
+def test_several_ranks_raise(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"devices of the trainer must be 1 .* got 2.*devices=1"):
+        fit(tmp_path, replay_data(env="Pendulum-v1"), built(), strategy=of_rank(0, 2))
 
 
 @pytest.mark.parametrize(("dtype", "origin"), [(torch.float64, 1700000037.0), (torch.int64, 1_700_000_037)])

@@ -48,6 +48,8 @@ class MBPOModule(SACModule):
 
     training_metrics = (*SACModule.training_metrics, *train_names("dynamics_error", "dynamics_epochs"))
 
+    supports_several_ranks = False
+
     dynamics: Annotated[WorldModelFit, default_factory(WorldModelFit)] = setting(default=None)
     errors: Tensor = computed()
     epochs_of_fit: Tensor = computed()
@@ -70,15 +72,6 @@ class MBPOModule(SACModule):
             super().build(specs)
             self.world_model = self.dynamics.build(specs)
         return self
-
-    def setup(self, stage: str) -> None:
-        """Raise a ValueError if the trainer has several ranks, because their world models would differ."""
-        if stage == "fit" and self.trainer.world_size > 1:
-            raise ValueError(
-                "the trainer must have one rank, because MBPOModule fits one world model to one buffer, got "
-                f"{self.trainer.world_size} ranks. Set devices=1."
-            )
-        super().setup(stage)
 
     def incompatibility(self, data: Any) -> str | None:
         """Return an error message if the DataModule has no branches or the world model cannot learn, else None."""

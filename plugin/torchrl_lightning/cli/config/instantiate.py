@@ -9,10 +9,13 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 
 from torchrl_lightning._core.errors import IncompatibleError, check_compatible
+from torchrl_lightning._core.launchers import check_launcher, restarts_script
 from torchrl_lightning._core.run_metadata import COMMAND
 from torchrl_lightning._core.suggestions import did_you_mean
 from torchrl_lightning._hydra.compat import instantiate
@@ -20,6 +23,7 @@ from torchrl_lightning.agents.base import AgentModule
 from torchrl_lightning.agents.dry_run import NetworkFault, network_errors
 from torchrl_lightning.cli.config.resume import module_factory, plain
 from torchrl_lightning.cli.error_messages import UsageError
+from torchrl_lightning.datamodules._run.trainer_checks import check_trainer
 from torchrl_lightning.deploy.loading import CONFIG
 from torchrl_lightning.environments.install_hint import install_hint
 
@@ -57,8 +61,14 @@ def check_parts(
     """Build and release environment, buffer and networks as a test; raise UsageError for an incompatible setting.
 
     ``compare`` compares the networks with a checkpoint before the networks are allocated. If a trainer is given, the
-    test also includes a forward and a backward pass.
+    test also includes the trainer's settings, its number of ranks, and a forward and a backward pass.
     """
+    if trainer is not None:
+        with setting_errors(cfg, "trainer"):
+            check_launcher(trainer)
+            check_sweep(trainer)
+            check_trainer(trainer, model, data)
+        data.trainer = trainer  # the number of ranks decides which settings fit
     setting = "data"
     # The test must not advance the random generator of the run.
     with torch.random.fork_rng(devices=[]):
@@ -83,6 +93,17 @@ def check_parts(
             raise UsageError(describe(cfg, setting, error)) from error
         finally:
             data.close()
+
+
+def check_sweep(trainer: Trainer) -> None:
+    """Raise IncompatibleError if a run of a sweep would start the command again for its other ranks."""
+    is_sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+    if is_sweep and restarts_script(trainer):
+        raise IncompatibleError(
+            f"devices must be 1 in a sweep (--multirun), got {trainer.num_devices}: each of the other ranks would "
+            "start the sweep again. Set trainer.devices=1 and trainer.strategy=auto, or start the runs one by one "
+            "without --multirun."
+        )
 
 
 @contextmanager

@@ -67,12 +67,10 @@ def check_config(cfg: DictConfig) -> None:
 def check_command(cfg: DictConfig) -> None:
     """Validate overrides: raise UsageError for a wrong one, such as ``+data=gae``; print a note for an unclear one."""
     from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
 
     if not HydraConfig.initialized():
         return
-    hydra = HydraConfig.get()
-    choices, overrides = recorded_command(hydra)
+    choices, overrides = recorded_command(HydraConfig.get())
     keys = {override.lstrip("+~").partition("=")[0] for override in overrides}
     experiment = choices.get("experiment")
     for override in overrides:
@@ -89,12 +87,6 @@ def check_command(cfg: DictConfig) -> None:
             raise UsageError(
                 f"{override}: no config reads the setting {added_setting[1]}{did_you_mean(added_setting[1], others)}"
             )
-    strategy = str(cfg.trainer.get("strategy", "auto")) if isinstance(cfg.get("trainer"), DictConfig) else "auto"
-    if hydra.mode == RunMode.MULTIRUN and strategy.startswith("ddp") and not re.search("spawn|fork", strategy):
-        raise UsageError(
-            f"--multirun with trainer.strategy={strategy} would start the sweep again in each process; "
-            "use trainer.strategy=ddp_spawn, or one run at a time."
-        )
     if experiment and keys & {"data", "model"} and "experiment" not in keys:
         print(f"note: experiment={experiment} is also selected; '~experiment' removes it.", file=sys.stderr)
 

@@ -15,6 +15,7 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from torchrl_lightning._core.checksums import verify_checksums
+from torchrl_lightning._core.launchers import MainProcessState
 from torchrl_lightning._core.mixins import PickleByValueMixin
 from torchrl_lightning._core.plain_yaml import read_config
 from torchrl_lightning._core.ranks import state_of_rank
@@ -41,7 +42,7 @@ class RunState(Stateful):
         return [(name, entry, f"data.{entry.attribute or name}") for name, entry in self.data.RUN_STATE.items()]
 
 
-class RebuildableDataModule(PickleByValueMixin):
+class RebuildableDataModule(PickleByValueMixin, MainProcessState):
     """Store the plain arguments of a DataModule in ``hparams``, and rebuild a DataModule from them.
 
     Plain values are numbers, strings, booleans, None, and lists and dicts of these. ``hparams`` contains the arguments

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.callbacks.spike import SpikeDetection
 
 from torchrl_lightning._core.errors import IncompatibleError
-from torchrl_lightning._core.protocols import LearnerApi
+from torchrl_lightning._core.protocols import DataApi, LearnerApi
 from torchrl_lightning._core.torch_defaults import check_default_device, check_gradients_allowed
 
 _FOR_MANUAL_OPTIMIZATION: dict[type[Callback], str] = {
@@ -35,16 +35,22 @@ _FOR_OWN_NETWORKS: dict[type[Callback], str] = {
 """Callbacks that replace or regroup parameters, which our optimizers store in one block of memory."""
 
 
-def check_surroundings(trainer: Any, learner: Any) -> None:
+def check_surroundings(trainer: Any, learner: Any, data: Any) -> None:
     """Validate torch's global settings, and the trainer if it is not None."""
     check_default_device()
     check_gradients_allowed()
     if trainer is not None:
-        check_trainer(trainer, learner)
+        check_trainer(trainer, learner, data)
 
 
-def check_trainer(trainer: Any, learner: Any) -> None:
-    """Validate a trainer's callbacks and settings; raise IncompatibleError if one of them cannot work."""
+def check_trainer(trainer: Any, learner: Any, data: Any) -> None:
+    """Validate a trainer's ranks, callbacks and settings; raise IncompatibleError if one of them cannot work."""
+    for part, api in ((data, DataApi.of(data)), (learner, LearnerApi.of(learner))):
+        if trainer.world_size > 1 and not api.supports_several_ranks:
+            raise IncompatibleError(
+                f"devices of the trainer must be 1 for {type(part).__name__}, which fits one world model to one "
+                f"buffer, got {trainer.world_size} ranks. Set devices=1 and num_nodes=1."
+            )
     name, builds_networks = type(learner).__name__, LearnerApi.of(learner).is_built is not None
     for callback in trainer.callbacks:
         kind = type(callback).__name__
