@@ -26,7 +26,6 @@ from torchrl_lightning.cli.train import train
             ["ckpt_path=nowhere.ckpt"],
             "error: ckpt_path=nowhere.ckpt is not a file; checkpoints are in RUN/checkpoints/.",
         ),
-        (["--multirun", "seed=0,1", "trainer.strategy=ddp"], "use trainer.strategy=ddp_spawn"),
         (
             ["~experiment", "data=offline", "model=dqn", "trainer.max_epochs=1"],
             "error: data.dataset=demonstrations: demonstrations does not exist. Name a",
