@@ -15,7 +15,7 @@ from kit.ranks import Report, fit_ranks, reports, run_ranks
 from kit.replay import dqn, replay_data
 from torchrl_lightning import GymnasiumCollector
 from torchrl_lightning._core.ranks import this_rank
-from torchrl_lightning.datamodules._run.rank_agreement import is_empty_on_any_rank, rollouts_of_all_ranks
+from torchrl_lightning.datamodules._run.rank_agreement import on_all_ranks, rollouts_of_all_ranks
 
 ENDS = {"first": (2, 4), "second": (5, 3), "uneven": (9, 9)}
 """The number of rollouts of each rank, by the rank whose collector ends earlier."""
@@ -74,10 +74,11 @@ class Ranks(SingleDeviceStrategy):
 
 @pytest.mark.parametrize(
     ("own", "other", "ranks", "expected"),
-    [([1], True, 2, False), ([1], False, 2, True), ([], True, 2, True), ([], False, 1, True), ([1], False, 1, False)],
+    [(True, True, 2, True), (True, False, 2, False), (False, True, 2, False), (False, False, 1, False)],
 )
-def test_empty_rank_lets_all_ranks_collect(own: list[int], other: bool, ranks: int, expected: bool) -> None:
-    assert is_empty_on_any_rank(own, SimpleNamespace(world_size=ranks, strategy=Ranks(other))) is expected
+def test_condition_holds_only_on_all_ranks_together(own: bool, other: bool, ranks: int, expected: bool) -> None:
+    assert on_all_ranks(own, SimpleNamespace(world_size=ranks, strategy=Ranks(other))) is expected
+    assert on_all_ranks(own, SimpleNamespace(world_size=1)) is own
 
 
 def test_single_rank_yields_all_rollouts_without_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +75,10 @@ class FakeRay:
             raise
         except Exception as error:
             raise RayTaskError(error) from error
+
+    def wait(self, refs: list[Future[Any]], timeout: float) -> tuple[list[Future[Any]], list[Future[Any]]]:
+        ready, others = wait(refs, timeout)
+        return list(ready), list(others)
 
     def settled(self) -> Future[None]:
         """Return what is done when what was cancelled is."""

@@ -239,6 +239,7 @@ class SourceApi(_View):
         samples_per_insert: The number of times that each row is sampled, if the source controls this number.
         extend: Write steps like the buffer's ``extend``, if the source stores rows itself; the buffer then stays empty.
         cut: End the running trajectories of environments in the rows that the source stores.
+        can_draw: Return whether the source has enough rows for a batch of a size, if the source can lose rows.
         metrics: Return metrics of the stored rows.
         shutdown: End the processes of the source; may be called repeatedly.
     """
@@ -248,6 +249,7 @@ class SourceApi(_View):
     samples_per_insert: float | None = None
     extend: Callable[..., Any] | None = None
     cut: Callable[[Any], None] | None = None
+    can_draw: Callable[[int], bool] | None = None
     metrics: Callable[[], dict[str, float]] | None = None
     shutdown: Callable[[], None] | None = None
 

@@ -29,7 +29,7 @@ from torchrl_lightning.datamodules._run.batch_state import plain_batch, read_bat
 from torchrl_lightning.datamodules._run.buffer_factories import ReplayBufferFactory
 from torchrl_lightning.datamodules._run.discounts import check_discount, discount_of
 from torchrl_lightning.datamodules._run.environments import is_ready
-from torchrl_lightning.datamodules._run.rank_agreement import is_empty_on_any_rank
+from torchrl_lightning.datamodules._run.rank_agreement import on_all_ranks
 from torchrl_lightning.datamodules._run.sequence_checks import check_windows, passes_batches_unchanged
 from torchrl_lightning.datamodules._run.snapshots import BufferSnapshots, check_folder
 from torchrl_lightning.datamodules._run.step_writer import SharedMemorySteps, Steps, check_resets, split_at_resets
@@ -151,6 +151,7 @@ class ReplayDataModule(UpdatesDataModule):
         self._write_target: Any = None  # the target of writes: the buffer, or a source that stores the rows
         self._stores_rollouts = True  # False if the collector's processes write the rollouts
         self._prepare: Callable[[Any], None] | None = None  # the source's method that runs before each batch
+        self._can_draw: Callable[[int], bool] | None = None  # the method of a source that can lose rows
         self._shared_steps: SharedMemorySteps | None = None  # the last written steps
         self._shares_memory = False  # whether the collector delivers its steps in the layout of the rings
         self._is_drawn = False  # whether a drawn batch has not reached the learner yet
@@ -209,7 +210,7 @@ class ReplayDataModule(UpdatesDataModule):
         api = SourceApi.of(self._source)
         self._row_store = self._source if api.stores_rows else None
         self._write_target = buffer if self._row_store is None else self._row_store
-        self._prepare = api.prepare
+        self._prepare, self._can_draw = api.prepare, api.can_draw
         self._rewritten_keys = LearnerApi.of(self._learner).rewritten_keys
         self._gamma, self._num_ranks = discount_of(self._learner, buffer), self.world_size
         if not len(buffer) and not self.updates:
@@ -290,7 +291,7 @@ class ReplayDataModule(UpdatesDataModule):
         """Collect frames for one of the epoch's ``end`` updates; return its batch, or None if the collector ended."""
         start = time.perf_counter()
         while self._waits_for_frames() or (
-            not len(self.buffer) if self._row_store is None else is_empty_on_any_rank(self._row_store, self.trainer)
+            not len(self.buffer) if self._row_store is None else self._store_lacks_rows()
         ):
             if not self._collect_frames(learner):
                 return None
@@ -325,6 +326,12 @@ class ReplayDataModule(UpdatesDataModule):
         collected = (self._clock.frames + self._clock.replayed) // self._num_ranks
         frames = (collected - self.warmup_frames - self._refill_frames) * self._ratio.denominator
         return self.updates * self._ratio.numerator > frames
+
+    def _store_lacks_rows(self) -> bool:
+        """Return whether a source that stores the rows lacks rows on any rank; all ranks collect again then."""
+        can_draw = self._can_draw if self._resumed_batch is None else None
+        is_ready = len(self._row_store) > 0 and (can_draw is None or can_draw(self.batch_size))
+        return not on_all_ranks(is_ready, self.trainer)
 
     def _is_finished(self) -> bool:
         """Return whether all frames are collected and all updates are made."""
@@ -422,8 +429,8 @@ class ReplayDataModule(UpdatesDataModule):
             super().close()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Both attributes refer to other objects.
-        return {**super().__getstate__(), "_rewritten_keys": no_keys, "_shared_steps": None}
+        others = {"_rewritten_keys": no_keys, "_shared_steps": None}  # parts of other objects
+        return {**super().__getstate__(), **others}
 
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
         """Add class and capacity of the buffer, and the settings of the ratio of frames to updates."""
@@ -489,10 +496,6 @@ class ReplayDataModule(UpdatesDataModule):
     def _buffer_mode(self) -> str:
         """Place of the buffer in checkpoints: ``inside``, ``beside`` or ``none``."""
         return "beside" if self.checkpoint_buffer == "inside" and self.world_size > 1 else self.checkpoint_buffer
-
-    @property
-    def _root_folder(self) -> Path:
-        return Path("." if self.trainer is None else self.trainer.default_root_dir)
 
     @cached_property
     def _snapshots(self) -> BufferSnapshots:

@@ -16,20 +16,34 @@ Arrays = dict[Any, NDArray[Any]]
 
 
 class Receipt(NamedTuple):
-    """The numbers of a writer's rollouts that are written and that are in a snapshot."""
+    """The numbers of a writer's rollouts that are written and that are in a snapshot.
+
+    ``has_other_readers`` is True if another thread or process than the writer draws. ``start`` describes the content
+    with which the shard began.
+    """
 
     written: int
     acknowledged: int
+    has_other_readers: bool
+    start: str
 
 
 class SampledBatches(NamedTuple):
-    """The batches of one call, and the shard's start time and numbers of stored, written and drawn rows."""
+    """The batches of one call, and the shard's start time and numbers of stored, written and drawn rows.
+
+    The batches are empty if the call does not wait and too few rows are stored. ``has_other_writers`` is True if
+    another thread or process than the reader writes. ``has_folder`` is False if a crash loses the rows. ``start``
+    describes the content with which the shard began.
+    """
 
     batches: list[tuple[list[int], list[Any], Arrays]]
     start_time: int
     size: int
     inserted: int
     drawn: int
+    has_other_writers: bool
+    has_folder: bool
+    start: str
 
 
 class BatchUpdate(NamedTuple):

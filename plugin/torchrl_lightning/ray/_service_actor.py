@@ -15,18 +15,21 @@ import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from tensordict import TensorDictBase
 
 from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.files import read_state_folder, write_state_folder
 from torchrl_lightning.environments.seeds import spawn_seed
 from torchrl_lightning.ray._serialization import Arrays, BatchUpdate, Receipt, SampledBatches, pack_batch, unpack_batch
-from torchrl_lightning.ray.cluster import ServiceFault, installed_versions
+from torchrl_lightning.ray.cluster import ServiceFault, installed_versions, one_line
 from torchrl_lightning.ray.rate_limiter import RateLimiter
 from torchrl_lightning.replay import ExperienceBuffer
 
+T = TypeVar("T")
+Request = tuple[str, int]  # the sender and the number of a request
 VERSION = 1
 _MAX_SNAPSHOTS = 2  # stored snapshots of each kind
 SNAPSHOT_NAME = re.compile(r"(snapshot|checkpoint)_(\d{8})")
@@ -60,11 +63,18 @@ class ServiceActor:
         self._folder = None if folder is None else Path(folder)
         self._next_snapshot = 0  # number of the next snapshot
         self._fault: UserError | None = None
+        self._start = "empty"
+        self._changed_ratio: str | None = None  # a sentence about a ratio that differs from the loaded snapshot
+        self._callers: dict[str, str] = {}  # the thread of each writer
+        self._readers: set[str] = set()  # the threads that draw
+        self._waiting: dict[Request, tuple[bool, int]] = {}  # True for draws, and the number of rows
+        self._missing_steps = ""  # the reason why the sampler finds no batch, while a restarted actor is refilled
+        self._is_refilling = self._lacks_draws = is_restarted = _is_restarted()
         try:
             self._buffer, self._limiter = pickle.loads(zlib.decompress(payload))
             if shard:
                 self._buffer.generator.manual_seed(spawn_seed(self._buffer.generator.initial_seed(), "shard", shard))
-            self._restore_first(resumed, _is_restarted())
+            self._restore_first(resumed, is_restarted)
         except UserError as fault:
             self._fault = fault
         except Exception as error:  # after a raised error, Ray would restart the actor repeatedly
@@ -72,10 +82,18 @@ class ServiceActor:
 
     def describe(self) -> dict[str, Any]:
         """Return the versions, buffer and limits that a client compares; raise an error if the start failed."""
+        self._check_started()
+        properties = buffer_properties(self._buffer)
+        return {
+            "versions": installed_versions(),
+            "buffer": properties,
+            "limits": self._limiter.settings,
+            "changed_ratio": self._changed_ratio,
+        }
+
+    def _check_started(self) -> None:
         if self._fault is not None:
             raise self._fault
-        properties = buffer_properties(self._buffer)
-        return {"versions": installed_versions(), "buffer": properties, "limits": self._limiter.settings}
 
     # -- writing -----------------------------------------------------------------------------------------------------
     async def insert(
@@ -87,20 +105,28 @@ class ServiceActor:
         env_ids: list[int],
         cut_envs: Sequence[int] = (),
         check_successors: bool = False,
+        caller: str = "",
     ) -> Receipt:
         """Write a rollout ``[T, N, *F]`` as soon as the rate limiter admits the rollout.
 
         In the environments ``cut_envs``, a new trajectory begins with the rollout. ``check_successors`` enables the
-        comparison of the rollout's rows with stored successors.
+        comparison of the rollout's rows with stored successors. ``caller`` identifies the writer's thread.
 
         A rollout is skipped if it is already written, or if earlier rollouts were lost when this actor died. The writer
         learns from the receipt which rollouts it must send again.
         """
+        self._check_started()
+        self._callers[writer] = caller
         if number != self._num_written(writer, session):
             return self.receipt(writer, session)
         shape = next(iter(arrays.values())).shape[:2]
+        rows = shape[0] * shape[1]
         async with self._condition:
-            await self._wait_until_admitted(lambda: self._limiter.admits_insert(shape[0] * shape[1]))
+            await self._wait_for(
+                (session, number),
+                (False, rows),
+                lambda: number != self._num_written(writer, session) or self._limiter.admits_insert(rows),
+            )
             if number == self._num_written(writer, session):
                 rollout = unpack_batch(shape, ["time", None], arrays)
                 self._buffer.writer.check_successors = check_successors
@@ -109,19 +135,52 @@ class ServiceActor:
                 self._buffer.extend(rollout, torch.tensor(env_ids))
                 self._limiter.inserted += rollout.numel()
                 self._sessions[writer] = session, number + 1
+                self._missing_steps = ""
                 self._condition.notify_all()
         return self.receipt(writer, session)
 
-    async def _wait_until_admitted(self, admits: Callable[[], bool]) -> None:
-        """Wait until the rate limiter admits a request. If the limiter raises an error, wake all waiting requests."""
+    async def _wait_for(self, request: Request, waiting: tuple[bool, int], admits: Callable[[], T]) -> T:
+        """Wait for a true result of ``admits``. If the limiter raises an error, wake all waiting requests."""
         try:
-            await self._condition.wait_for(admits)
+            self._waiting[request] = waiting
+            return await self._condition.wait_for(admits)
         except UserError:
             self._condition.notify_all()
             raise
+        finally:
+            self._waiting.pop(request, None)
+
+    async def check_wait(self, request: Request, caller: str, has_others: bool) -> None:
+        """Raise a ServiceFault if a request of a thread waits for other requests that only the same thread sends.
+
+        Args:
+            request: The session and number of a rollout, or the sender and number of a draw.
+            caller: The thread that waits for the answer.
+            has_others: True if other threads have written or drawn before this actor was restarted.
+        """
+        async with self._condition:
+            if has_others or request not in self._waiting:
+                return
+            is_draw, rows = self._waiting[request]
+            if is_draw:
+                is_alone = set(self._callers.values()) == {caller}
+                if not is_alone or (self._limiter.admits_draw(rows) and not self._missing_steps):
+                    return
+                reason = self._missing_steps or self._limiter.describe_draw_wait(rows)
+            else:
+                if self._readers != {caller} or self._limiter.admits_insert(rows):
+                    return
+                if self._lacks_draws:  # the draws after the snapshot are not counted, but their rows are written again
+                    self._lacks_draws = False
+                    self._limiter.count_from_now()
+                    self._condition.notify_all()
+                    return
+                reason = self._limiter.describe_insert_wait(rows)
+            raise ServiceFault(f"A process that writes and draws waits for itself: {reason}")
 
     def flush(self, writer: str, session: str) -> Receipt:
         """Acknowledge all rollouts of a writer. Write a snapshot if necessary."""
+        self._check_started()
         if self._folder is not None and self._acknowledged.get(writer) != self._sessions.get(writer):
             self.snapshot("snapshot")
         return self.receipt(writer, session)
@@ -130,24 +189,71 @@ class ServiceActor:
         known_session, written = self._sessions.get(writer, ("", 0))
         return written if known_session == session else 0
 
-    def receipt(self, writer: str, session: str) -> Receipt:
+    def receipt(self, writer: str, session: str, caller: str | None = None) -> Receipt:
         """Return the numbers of written and acknowledged rollouts of a writer."""
+        if caller is not None:
+            self._callers[writer] = caller
         written = self._num_written(writer, session)
         known_session, acknowledged = self._acknowledged.get(writer, ("", 0))
-        return Receipt(written, written if self._folder is None else acknowledged if known_session == session else 0)
+        if self._folder is None:
+            acknowledged = written
+        elif known_session != session:
+            acknowledged = 0
+        return Receipt(written, acknowledged, bool(self._readers - {self._callers.get(writer)}), self._start)
 
     # -- drawing -----------------------------------------------------------------------------------------------------
-    async def draw(self, batch_size: int, count: int, updates: Sequence[BatchUpdate]) -> SampledBatches:
-        """Apply the learner's updates, and draw ``count`` batches as soon as the rate limiter admits them."""
+    async def draw(
+        self,
+        batch_size: int,
+        count: int,
+        updates: Sequence[BatchUpdate],
+        request: Request = ("", 0),
+        caller: str = "",
+        waits: bool = True,
+    ) -> SampledBatches:
+        """Apply the learner's updates, and draw ``count`` batches as soon as the rate limiter admits them.
+
+        Args:
+            batch_size: The size of each batch.
+            count: The number of batches.
+            updates: Priorities and rewritten entries of earlier batches.
+            request: The sender and the number of this request.
+            caller: The reader's thread.
+            waits: If False, return no batches instead of waiting for rows.
+        """
+        self._check_started()
         self.apply_feedback(updates)
+        self._readers.add(caller)
         rows = batch_size * count
+        batches: list[TensorDictBase] | None
         async with self._condition:
-            await self._wait_until_admitted(lambda: self._limiter.admits_draw(rows))
+            if waits:
+                batches = await self._wait_for(request, (True, rows), lambda: self._sample(batch_size, count))
+            else:
+                batches = self._sample(batch_size, count)
+            if batches:
+                self._limiter.drawn += rows
+                self._condition.notify_all()
+        packed = [pack_batch(batch) for batch in batches or ()]
+        counts = len(self._buffer), *self._row_counts()
+        has_other_writers = bool(set(self._callers.values()) - {caller})
+        return SampledBatches(
+            packed, self._start_time, *counts, has_other_writers, self._folder is not None, self._start
+        )
+
+    def _sample(self, batch_size: int, count: int) -> list[TensorDictBase] | None:
+        """Return batches, or None if more rows must be written first."""
+        if not self._limiter.admits_draw(batch_size * count):
+            return None
+        try:
             batches = [self._buffer.draw(batch_size) for _ in range(count)]
-            self._limiter.drawn += rows
-            self._condition.notify_all()
-        packed = [pack_batch(batch) for batch in batches]
-        return SampledBatches(packed, self._start_time, len(self._buffer), *self._row_counts())
+        except RuntimeError as error:  # also the class of our errors about missing steps
+            if not self._is_refilling:
+                raise
+            self._missing_steps = one_line(error)
+            return None
+        self._is_refilling = False
+        return batches
 
     def apply_feedback(self, updates: Sequence[BatchUpdate]) -> None:
         """Apply priorities and rewritten entries of batches."""
@@ -176,6 +282,7 @@ class ServiceActor:
 
         Without a folder, return None.
         """
+        self._check_started()
         if self._folder is None:
             return None
         name = f"{kind}_{self._next_snapshot:08d}"
@@ -187,6 +294,7 @@ class ServiceActor:
                 "version": VERSION,
                 "inserted": inserted,
                 "drawn": drawn,
+                "limiter": self._limiter.state,
                 "sessions": sessions,
                 "buffer": self._buffer.state_dict(copy=False),
             },
@@ -231,10 +339,11 @@ class ServiceActor:
                 str(writer): (str(session[0]), int(session[1])) for writer, session in state["sessions"].items()
             }
             inserted, drawn = int(state["inserted"]), int(state["drawn"])
+            changed_ratio = self._limiter.restore(inserted, drawn, state.get("limiter"))
             self._buffer.load_state_dict(state["buffer"])
         except (FileNotFoundError, KeyError, TypeError, ValueError) as error:
             raise ServiceFault(f"The replay service's snapshot {folder} cannot be read: {error}.") from error
-        self._limiter.restore(inserted, drawn)
+        self._changed_ratio, self._start = changed_ratio, "with an earlier snapshot"
         self._sessions, self._acknowledged = sessions, dict(sessions)
         self._next_snapshot = _snapshot_number(folder) + 1
 

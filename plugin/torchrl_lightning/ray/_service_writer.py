@@ -1,12 +1,18 @@
-"""Write into the shards of a replay service, and resend rollouts that were lost when a shard died."""
+"""Write into the shards of a replay service, and resend rollouts that were lost when a shard died.
+
+Without a folder, a shard that died begins empty. Its writers then log the number of lost rows and continue.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,15 +25,26 @@ logger = logging.getLogger(__name__)
 
 RECONNECT_TIMEOUT = 300.0  # seconds until a dead shard must be available again
 _RETRY_INTERVAL = 0.2
+_WAIT_CHECK_DELAY = 1.0  # seconds until a call checks whether it waits for its own thread
+_PROCESS = secrets.token_hex(8)
 
 
-def call_shard(send: Callable[..., Any], *args: Any, pending: Any = None) -> Any:
+def current_caller() -> str:
+    """Return a name of this thread that no other thread in the cluster has."""
+    return f"{_PROCESS}/{os.getpid()}/{threading.get_ident()}"
+
+
+def call_shard(
+    send: Callable[..., Any], *args: Any, pending: Any = None, check_wait: Callable[[Any], None] | None = None
+) -> Any:
     """Return a shard's answer to the request ``send(*args)``. If the shard died, repeat the request until it answers.
 
     Args:
         send: The function that sends the request.
         args: The arguments of the request.
         pending: A request that was already sent.
+        check_wait: A function that is called with the request if the answer takes long. It raises an error if the
+            request waits forever.
 
     Raises:
         UserError: The shard rejects the request.
@@ -39,6 +56,8 @@ def call_shard(send: Callable[..., Any], *args: Any, pending: Any = None) -> Any
     while True:
         try:
             request, pending = send(*args) if pending is None else pending, None
+            if check_wait is not None and not ray.wait([request], timeout=_WAIT_CHECK_DELAY)[0]:
+                check_wait(request)
             return ray.get(request)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, UserError):
@@ -48,7 +67,7 @@ def call_shard(send: Callable[..., Any], *args: Any, pending: Any = None) -> Any
             now = time.monotonic()
             if first_failure is None:
                 first_failure = now
-                logger.warning("the replay service died; it continues from its snapshot (%.200s).", one_line(error))
+                logger.warning("the replay service died; it starts again (%.200s).", one_line(error))
             if now - first_failure > RECONNECT_TIMEOUT or _was_killed(error):
                 raise ServiceFault(f"The replay service has ended and did not restart: {one_line(error)}") from error
             time.sleep(_RETRY_INTERVAL)
@@ -69,10 +88,11 @@ class ServiceWriter:
         num_envs: The number of environments in all shards together.
         name: The name of this writer.
         unacknowledged: The maximum number of rollouts that wait for an acknowledgement.
+        ring_length: The maximum number of stored steps of each environment.
     """
 
-    def __init__(self, shards: Sequence[Any], num_envs: int, name: str, unacknowledged: int) -> None:
-        self._writers = [ShardWriter(shard, name, unacknowledged) for shard in shards]
+    def __init__(self, shards: Sequence[Any], num_envs: int, name: str, unacknowledged: int, ring_length: int) -> None:
+        self._writers = [ShardWriter(shard, name, unacknowledged, num_envs, ring_length) for shard in shards]
         self._envs_per_shard = num_envs // len(shards)
 
     def write(
@@ -104,29 +124,40 @@ class ServiceWriter:
             shard_cut_envs = [env for env in shard_envs if env in cut_envs]
             self._writers[shard].write(shard_rows, shard_envs, shard_cut_envs, check_successors)
 
-    def wait_until_written(self) -> None:
-        """Wait until all sent rollouts are written."""
-        for writer in self._writers:
-            writer.wait_until_written()
+    def wait_until_written(self, shard: int | None = None) -> bool:
+        """Wait until all rollouts that were sent to a shard, or to all shards for None, are written.
+
+        Returns:
+            True if rollouts were sent again, because a shard had died.
+        """
+        writers = self._writers if shard is None else [self._writers[shard]]
+        return any([writer.wait_until_written() for writer in writers])
 
 
 class ShardWriter:
     """Write each rollout once and in order into a shard, while the next rollout is collected.
 
     The writer keeps rollouts until a snapshot contains them. When their number reaches ``unacknowledged``, the writer
-    requests a snapshot. If the shard died, the writer sends the lost rollouts again.
+    requests a snapshot. If the shard died, the writer sends the lost rollouts again. If the shard has lost rollouts that
+    the writer does not keep any more, the writer logs the number of their rows and continues with its kept rollouts.
 
     Args:
         shard: The handle of the actor.
         name: The name of this writer.
         unacknowledged: The maximum number of kept rollouts.
+        num_envs: The number of environments in all shards together.
+        ring_length: The maximum number of stored steps of each environment.
     """
 
-    def __init__(self, shard: Any, name: str, unacknowledged: int) -> None:
+    def __init__(self, shard: Any, name: str, unacknowledged: int, num_envs: int, ring_length: int) -> None:
         self._shard, self._name, self._max_unacknowledged = shard, name, unacknowledged
         self._session = secrets.token_hex(8)
         self._unacknowledged: deque[tuple[int, Arrays, list[int], list[int], bool]] = deque()
         self._num_sent = 0
+        self._acknowledged_steps = np.zeros(num_envs, np.int64)  # of each environment in this session
+        self._ring_length = ring_length
+        self._cut_envs: set[int] = set()  # the last rows of these environments are lost
+        self._has_other_readers = False
         self._pending: Any = None  # the pending request
         self.written = 0
         """The number of rollouts that the shard has confirmed as written."""
@@ -137,32 +168,71 @@ class ShardWriter:
         while len(self._unacknowledged) >= self._max_unacknowledged:  # several requests if the shard has lost rollouts
             self._read_receipt(call_shard(self._shard.flush.remote, self._name, self._session))
             self._resend_lost()
-        self._unacknowledged.append((self._num_sent, rows, env_ids, cut_envs, check_successors))
-        self._num_sent += 1
+        self._append(rows, env_ids, cut_envs, check_successors)
         self._pending = self._send(-1)
 
-    def wait_until_written(self) -> None:
-        """Wait until all sent rollouts are written, and resend lost rollouts."""
-        self._wait_for_pending()
-        if self._unacknowledged:
-            self._read_receipt(call_shard(self._shard.receipt.remote, self._name, self._session))
-            self._resend_lost()
+    def _append(self, rows: Arrays, env_ids: list[int], cut_envs: list[int], check_successors: bool) -> None:
+        if self._cut_envs:
+            cut_envs = [env for env in env_ids if env in self._cut_envs or env in cut_envs]
+            self._cut_envs.difference_update(env_ids)
+        self._unacknowledged.append((self._num_sent, rows, env_ids, cut_envs, check_successors))
+        self._num_sent += 1
 
-    def _wait_for_pending(self) -> None:
+    def wait_until_written(self) -> bool:
+        """Wait until all sent rollouts are written; return True if lost rollouts were sent again."""
+        has_resent = self._wait_for_pending()
+        if self._num_sent:
+            self._read_receipt(call_shard(self._shard.receipt.remote, self._name, self._session, current_caller()))
+            has_resent |= self._resend_lost()
+        return has_resent
+
+    def _wait_for_pending(self) -> bool:
         pending, self._pending = self._pending, None
         if pending is None:
-            return
-        self._read_receipt(call_shard(self._send, -1, pending=pending))
-        self._resend_lost()
+            return False
+        check_wait = partial(self._check_wait, self._num_sent - 1)
+        self._read_receipt(call_shard(self._send, -1, pending=pending, check_wait=check_wait))
+        return self._resend_lost()
 
-    def _resend_lost(self) -> None:
+    def _resend_lost(self) -> bool:
+        has_lost = self.written < self._num_sent
         while self.written < self._num_sent:
-            self._read_receipt(call_shard(self._send, self.written - self._unacknowledged[0][0]))
+            index = self.written - self._unacknowledged[0][0]
+            check_wait = partial(self._check_wait, self.written)
+            self._read_receipt(call_shard(self._send, index, check_wait=check_wait))
+        return has_lost
 
     def _send(self, index: int) -> Any:
-        return self._shard.insert.remote(self._name, self._session, *self._unacknowledged[index])
+        return self._shard.insert.remote(self._name, self._session, *self._unacknowledged[index], current_caller())
+
+    def _check_wait(self, number: int, request: Any) -> None:
+        """Raise a ServiceFault if a rollout waits for draws of this thread."""
+        arguments = (self._session, number), current_caller(), self._has_other_readers
+        call_shard(self._shard.check_wait.remote, *arguments)
 
     def _read_receipt(self, receipt: Receipt) -> None:
-        self.written, acknowledged = receipt
+        self.written, acknowledged, has_other_readers, start = receipt
+        self._has_other_readers |= has_other_readers
         while self._unacknowledged and self._unacknowledged[0][0] < acknowledged:
-            self._unacknowledged.popleft()
+            _, rows, env_ids, *_ = self._unacknowledged.popleft()
+            self._acknowledged_steps[env_ids] += len(next(iter(rows.values())))
+        if self.written < self._num_sent - len(self._unacknowledged):
+            self._begin_session(start)
+
+    def _begin_session(self, start: str) -> None:
+        """Log the number of lost rows, and write the kept rollouts as the first rollouts of a new session."""
+        num_rows = int(np.minimum(self._acknowledged_steps, self._ring_length).sum())
+        logger.warning(
+            "the replay service died and begins %s: %s%d rows of writer %r are lost. It continues with new rows. Set "
+            "folder, so that snapshots keep its rows.",
+            start,
+            "up to " if self.written else "",
+            num_rows,
+            self._name,
+        )
+        self._session, self.written = secrets.token_hex(8), 0
+        self._acknowledged_steps[:] = 0
+        self._cut_envs = set(range(len(self._acknowledged_steps)))
+        kept, self._unacknowledged, self._num_sent = list(self._unacknowledged), deque(), 0
+        for _, *rollout in kept:
+            self._append(*rollout)

@@ -8,6 +8,7 @@ import sys
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from torchrl_lightning._core.ranks import this_rank
 from torchrl_lightning._core.state import sequence, state_error
 from torchrl_lightning._core.trust import ConfigSafe
 from torchrl_lightning._core.validators import boolean, check_defaults, integer
-from torchrl_lightning.ray._serialization import BatchUpdate, as_arrays, pack_batch, unpack_batch
+from torchrl_lightning.ray._serialization import BatchUpdate, SampledBatches, as_arrays, pack_batch, unpack_batch
 from torchrl_lightning.ray._service_actor import SNAPSHOT_NAME, ServiceActor, buffer_properties
-from torchrl_lightning.ray._service_writer import ServiceWriter, call_shard
+from torchrl_lightning.ray._service_writer import ServiceWriter, call_shard, current_caller
 from torchrl_lightning.ray.cluster import ServiceFault, connect, installed_versions
 from torchrl_lightning.ray.rate_limiter import RateLimiter
 from torchrl_lightning.replay import ExperienceBuffer
@@ -148,6 +149,10 @@ class ReplayService(ConfigSafe):
         self._num_requested = self._num_served = 0
         self._batch_age = 0
         self._counts = [(0, 0, 0)] * self.shards  # size, rows written and rows drawn of each shard
+        self._start_times = [0] * self.shards  # start time of each shard at its last answer
+        self._client = secrets.token_hex(8)  # the sender of requests for batches
+        self._has_other_writers = False  # True if another thread has written
+        self._waits = True  # False if requests return no batches instead of waiting for rows
 
     @property
     def running(self) -> bool:
@@ -172,7 +177,9 @@ class ReplayService(ConfigSafe):
     def writer(self, name: str) -> ServiceWriter:
         """Return a writer for another process; start the service if it does not run."""
         self._start()
-        return ServiceWriter(self._actors, self.buffer.parts[2].num_envs, name, self.unacknowledged)
+        num_envs = self.buffer.parts[2].num_envs
+        ring_length = self.buffer.storage.max_size // num_envs
+        return ServiceWriter(self._actors, num_envs, name, self.unacknowledged, ring_length)
 
     def extend(self, data: TensorDictBase, env_ids: torch.Tensor | None = None) -> None:
         """Write steps in the format of :meth:`ExperienceBuffer.extend`. They may arrive only after the next call."""
@@ -200,15 +207,15 @@ class ReplayService(ConfigSafe):
 
     # -- drawing -----------------------------------------------------------------------------------------------------
     def draw(self, batch_size: int) -> TensorDictBase:
-        """Return a batch ``[batch_size]`` of rows or windows from one of the shards."""
-        self._start()
-        if batch_size != self._batch_size:
-            self._batch_size = batch_size
-            self._pending_calls.clear()
-            self._batches.clear()
+        """Return a batch ``[batch_size]`` of rows or windows from one of the shards.
+
+        Raises:
+            ServiceFault: The service waits for rows that only this thread writes, or rejects the request.
+        """
+        self._begin_draw(batch_size)
         while not self._batches:
             self._request_ahead()
-            self._receive()
+            self._receive(waits=True)
         self._request_ahead()
         packed, shard, start_time, served_at_request = self._batches.popleft()
         batch = unpack_batch(*packed)
@@ -216,21 +223,81 @@ class ReplayService(ConfigSafe):
         self._num_served += 1
         return batch.set(SOURCE, torch.full(batch.batch_size, start_time * self.shards + shard))
 
+    def can_draw(self, batch_size: int) -> bool:
+        """Return False if more rows must be written before the next :meth:`draw`.
+
+        After the first call, requests in advance do not wait for rows either. A caller that also collects the rows
+        uses this method, because the rows are lost if a service without a folder dies.
+        """
+        self._begin_draw(batch_size)
+        self._waits = False
+        while not self._batches:
+            self._request_ahead()
+            if not self._receive(waits=False):
+                return False
+        return True
+
+    def _begin_draw(self, batch_size: int) -> None:
+        self._start()
+        if batch_size != self._batch_size:
+            self._batch_size = batch_size
+            self._pending_calls.clear()
+            self._batches.clear()
+
     def _request_ahead(self) -> None:
         while len(self._pending_calls) < self.calls_in_flight:
             shard = self._num_requested % self.shards
-            self._pending_calls.append((self._request(shard), shard, self._num_served))
+            self._pending_calls.append((self._request(shard, self._num_requested), shard, self._num_served))
             self._num_requested += 1
 
-    def _request(self, shard: int) -> Any:
+    def _request(self, shard: int, number: int, waits: bool | None = None) -> Any:
         updates, self._updates[shard] = self._updates[shard], []
-        return self._actors[shard].draw.remote(self._batch_size, self.batches_per_call, updates)
+        arguments = self._batch_size, self.batches_per_call, updates, (self._client, number), current_caller()
+        return self._actors[shard].draw.remote(*arguments, self._waits if waits is None else waits)
 
-    def _receive(self) -> None:
+    def _receive(self, *, waits: bool) -> bool:
+        """Receive the oldest pending call; return False if it has no batches, because too few rows are stored."""
         ref, shard, served_at_request = self._pending_calls.popleft()
-        sampled = call_shard(self._request, shard, pending=ref)
-        self._counts[shard] = sampled.size, sampled.inserted, sampled.drawn
+        number = self._num_requested - len(self._pending_calls) - 1
+
+        def check_wait(request: Any) -> None:
+            try:
+                self._check_wait(shard, number)
+            except ServiceFault:  # the rows may be written before the next draw
+                self._pending_calls.appendleft((request, shard, served_at_request))
+                raise
+
+        send = partial(self._request, shard, number)
+        sampled = call_shard(send, pending=ref, check_wait=check_wait)
+        if not sampled.batches:  # rows may have been lost, or written since the request
+            if self._writer is not None:
+                self._writer.wait_until_written(shard)
+            sampled = call_shard(send, waits, check_wait=check_wait)
+        self._note_answer(shard, sampled)
+        if not sampled.batches:
+            self._pending_calls.appendleft((None, shard, served_at_request))
         self._batches.extend((batch, shard, sampled.start_time, served_at_request) for batch in sampled.batches)
+        return bool(sampled.batches)
+
+    def _check_wait(self, shard: int, number: int) -> None:
+        """Raise a ServiceFault if a pending call waits for rows that only this thread writes."""
+        if self._writer is not None:
+            self._writer.wait_until_written(shard)
+        arguments = (self._client, number), current_caller(), self._has_other_writers
+        call_shard(self._actors[shard].check_wait.remote, *arguments)
+
+    def _note_answer(self, shard: int, sampled: SampledBatches) -> None:
+        has_restarted = self._start_times[shard] not in (0, sampled.start_time)
+        if has_restarted and not sampled.has_folder and self._writer is None:  # a writer logs its own lost rows
+            logger.warning(
+                "the replay service died and begins %s: its rows are lost, %d at the last draw. It continues with new "
+                "rows. Set folder, so that snapshots keep its rows.",
+                sampled.start,
+                self._counts[shard][0],
+            )
+        self._start_times[shard] = sampled.start_time
+        self._counts[shard] = sampled.size, sampled.inserted, sampled.drawn
+        self._has_other_writers |= sampled.has_other_writers
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Read the priorities that a loss wrote into a batch, and send them with the next call."""
@@ -308,8 +375,13 @@ class ReplayService(ConfigSafe):
         if self.keep and not self.join:
             self._owner = self._claim_name()
         self._actors = [running_actors[shard] or self._build_actor(shard, name) for shard, name in enumerate(names)]
-        for actor in self._actors:
-            self._check_running(call_shard(actor.describe.remote))
+        changed_ratios = set()
+        for actor, running_actor in zip(self._actors, running_actors, strict=True):
+            running = call_shard(actor.describe.remote)
+            self._check_running(running)
+            changed_ratios |= {running.get("changed_ratio")} if running_actor is None else set()
+        if changed_ratios - {None}:
+            logger.warning("%s", min(changed_ratios - {None}))
 
     def _build_actor(self, shard: int, name: str) -> Any:
         lifetime = {"lifetime": "detached"} if self.keep else {}

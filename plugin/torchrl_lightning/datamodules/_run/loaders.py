@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L
@@ -126,6 +127,10 @@ class LoadersDataModule(L.LightningDataModule):
     def world_size(self) -> int:
         """Number of ranks that collect."""
         return self.trainer.world_size if self.trainer is not None else 1
+
+    @property
+    def _root_folder(self) -> Path:
+        return Path("." if self.trainer is None else self.trainer.default_root_dir)
 
     @property
     def _rank(self) -> int:

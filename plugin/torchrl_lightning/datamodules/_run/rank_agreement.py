@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -49,12 +49,11 @@ def rollouts_of_all_ranks(rollouts: Iterable[TensorDictBase], trainer: Any) -> I
         yield rollout
 
 
-def is_empty_on_any_rank(rows: Sized, trainer: Any) -> bool:
-    """Return whether rows are missing on any rank; all ranks return the same.
+def on_all_ranks(is_true: bool, trainer: Any) -> bool:
+    """Return whether a condition is true on all ranks; all ranks return the same.
 
     Args:
-        rows: This rank's rows.
+        is_true: The condition on this rank.
         trainer: The run's trainer.
     """
-    has_rows = len(rows) > 0
-    return not (has_rows if trainer.world_size == 1 else trainer.strategy.reduce_boolean_decision(has_rows))
+    return is_true if trainer.world_size == 1 else bool(trainer.strategy.reduce_boolean_decision(is_true))
