@@ -70,6 +70,7 @@ class ServiceActor:
         self._waiting: dict[Request, tuple[bool, int]] = {}  # True for draws, and the number of rows
         self._missing_steps = ""  # the reason why the sampler finds no batch, while a restarted actor is refilled
         self._is_refilling = self._lacks_draws = is_restarted = _is_restarted()
+        self._is_catching_up = False  # inserts do not wait until the next draw
         try:
             self._buffer, self._limiter = pickle.loads(zlib.decompress(payload))
             if shard:
@@ -125,7 +126,11 @@ class ServiceActor:
             await self._wait_for(
                 (session, number),
                 (False, rows),
-                lambda: number != self._num_written(writer, session) or self._limiter.admits_insert(rows),
+                lambda: (
+                    number != self._num_written(writer, session)
+                    or self._is_catching_up
+                    or self._limiter.admits_insert(rows)
+                ),
             )
             if number == self._num_written(writer, session):
                 rollout = unpack_batch(shape, ["time", None], arrays)
@@ -171,8 +176,7 @@ class ServiceActor:
                 if self._readers != {caller} or self._limiter.admits_insert(rows):
                     return
                 if self._lacks_draws:  # the draws after the snapshot are not counted, but their rows are written again
-                    self._lacks_draws = False
-                    self._limiter.count_from_now()
+                    self._lacks_draws, self._is_catching_up = False, True
                     self._condition.notify_all()
                     return
                 reason = self._limiter.describe_insert_wait(rows)
@@ -232,6 +236,9 @@ class ServiceActor:
             else:
                 batches = self._sample(batch_size, count)
             if batches:
+                if self._is_catching_up:
+                    self._is_catching_up = False
+                    self._limiter.count_from_now()
                 self._limiter.drawn += rows
                 self._condition.notify_all()
         packed = [pack_batch(batch) for batch in batches or ()]

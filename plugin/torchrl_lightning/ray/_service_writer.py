@@ -131,15 +131,15 @@ class ServiceWriter:
             True if rollouts were sent again, because a shard had died.
         """
         writers = self._writers if shard is None else [self._writers[shard]]
-        return any([writer.wait_until_written() for writer in writers])
+        return sum(writer.wait_until_written() for writer in writers) > 0
 
 
 class ShardWriter:
     """Write each rollout once and in order into a shard, while the next rollout is collected.
 
     The writer keeps rollouts until a snapshot contains them. When their number reaches ``unacknowledged``, the writer
-    requests a snapshot. If the shard died, the writer sends the lost rollouts again. If the shard has lost rollouts that
-    the writer does not keep any more, the writer logs the number of their rows and continues with its kept rollouts.
+    requests a snapshot. If the shard died, the writer sends the lost rollouts again. If the shard has lost rollouts
+    that the writer does not keep, the writer logs the number of their rows and continues with its kept rollouts.
 
     Args:
         shard: The handle of the actor.
