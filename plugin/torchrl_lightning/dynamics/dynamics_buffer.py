@@ -172,6 +172,15 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
         with self._rings_for(None if 0 in data.shape else num_envs):
             return super().extend(data, env_ids, time_dim=time_dim, update_priority=update_priority)
 
+    def check_shareable(self) -> None:
+        """Validate that the buffer can be shared; raise ValueError if the number of environments is unknown."""
+        if self._num_envs is None:
+            raise ValueError(
+                "num_envs must be known before the buffer is shared, got None. Build it with num_envs=, or write the "
+                "first rows and call share() then."
+            )
+        super().check_shareable()
+
     def _mark_resets(self, data: TensorDictBase) -> TensorDictBase:
         """Mark the steps before a reset; raise KeyError for data without next observations."""
         if self.storage.cells is None and not _observations(data):

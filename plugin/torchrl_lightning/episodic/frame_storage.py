@@ -93,7 +93,7 @@ class FrameStorage(RingStorage):
             return None
         return f"frame_stack={self.frame_stack} must equal data.env.frame_stack={specs.frame_stack}."
 
-    def share(self) -> NoReturn:
+    def check_shareable(self) -> NoReturn:
         """Raise ValueError: frames cannot be shared with other processes."""
         raise ValueError("A FrameStorage cannot be shared with other processes. Use RingStorage.")
 

@@ -62,6 +62,8 @@ class PickledCells(process_owned.ProcessOwned, StorageBase):
 
     def __getstate__(self) -> dict[str, Any]:
         self.check_picklable()
+        if is_spawning() and not self.tree:
+            raise ValueError(process_owned.EXAMPLE_FIRST)
         if self.scratch_dir is None:
             return self._copied_state()
         if self._file is None:  # nothing is mapped yet

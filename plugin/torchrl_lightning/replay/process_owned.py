@@ -13,6 +13,12 @@ SHARE_FIRST = (
     "rings), or build a buffer in each process."
 )
 
+EXAMPLE_FIRST = (
+    "The entries of a row must be known before another process uses a shared buffer, got an empty buffer. Call "
+    "buffer.share(example=row) with a row or spec like the rows that will be written, or write the first rows in this "
+    "process before you start others."
+)
+
 current = os.getpid()
 """The id of this process, cached because ``os.getpid`` would make a write a tenth slower."""
 

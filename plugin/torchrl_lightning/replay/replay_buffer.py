@@ -70,7 +70,7 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
         pin_memory: pin sampled batches in page-locked memory.
         prefetch: number of batches that a thread samples in advance.
         transform: a transform of written data and of samples; samples contain the entry ``index`` for it.
-        shared: let other processes write and read.
+        shared: let other processes write and read (:meth:`share`), after this process has written the first rows.
         done_reduce: argument of the default :class:`RingWriter`.
         check_successors: argument of the default :class:`RingWriter`: compare successors to find trajectories that
             were cut without a flag.
@@ -149,7 +149,7 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
         )
         bind_transforms(self.transform, self.storage)
         if shared:
-            self.share()
+            self.share_before_first_write()
 
     @property
     def parts(self) -> tuple[RingStorage, Sampler, RingWriter]:

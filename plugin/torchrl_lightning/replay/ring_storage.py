@@ -141,14 +141,18 @@ class RingStorage(Stateful, PickledCells):
         Raises:
             ValueError: the cells are memory-mapped files.
         """
+        self.check_shareable()
+        if not self._shared:
+            self.share_counters()
+            process_owned.share_leaves(self.tree)
+
+    def check_shareable(self) -> None:
+        """Validate that other processes can use the cells; raise ValueError if not."""
         if self.scratch_dir is not None:
             raise ValueError(
                 "A RingStorage with a scratch_dir cannot be shared with other processes, got "
                 f"{str(self.scratch_dir)!r}. Build it without scratch_dir."
             )
-        if not self._shared:
-            self.share_counters()
-            process_owned.share_leaves(self.tree)
 
     # ------------------------------------------------------------------ writing
 
@@ -171,6 +175,8 @@ class RingStorage(Stateful, PickledCells):
             OSError: the ``scratch_dir`` is not writable, or its disk has become full.
             RuntimeError: another process created the storage.
         """
+        if self._shared and self._process != process_owned.current:
+            raise RuntimeError(process_owned.EXAMPLE_FIRST)
         self.check_process()
         tree = tree_of(data)
         leaves = dict(leaves_of(tree))

@@ -32,7 +32,8 @@ from torchrl_lightning.replay.late_flags import LateFlags, rewritten_successors
 from torchrl_lightning.replay.positions import Flags, Ints
 from torchrl_lightning.replay.ring_storage import RingStorage
 from torchrl_lightning.replay.rings import Rings, attach_rings, ring_owner
-from torchrl_lightning.replay.sharing import ShareableBuffer, SharedRings
+from torchrl_lightning.replay.shared_rings import SharedRings
+from torchrl_lightning.replay.sharing import ShareableBuffer
 
 
 def _do_nothing() -> None:

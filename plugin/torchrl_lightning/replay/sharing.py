@@ -1,250 +1,34 @@
-"""Buffers that several processes share: rings in shared memory, and recovery after a process dies.
+"""Buffers that several processes share.
 
 ``share()`` moves the rings into shared memory. From then on, every process takes a shared lock to write or to sample.
-Unshared rings do not need this module.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing import current_process, parent_process
 from random import Random
-from typing import Any, ClassVar, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
-import numpy as np
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
+from torchrl.data import Composite
 
 from torchrl_lightning._core.mixins import is_spawning
 from torchrl_lightning._core.processes import end_with_parent
+from torchrl_lightning._core.tree import check_tensordict
 from torchrl_lightning.replay import process_owned
-from torchrl_lightning.replay.episode_index import EpisodeIndex
 from torchrl_lightning.replay.locked import LockedBuffer
-from torchrl_lightning.replay.positions import Flags, Ints, steps_between
-from torchrl_lightning.replay.rings import ALL_STEPS, VERSION, Rings
 from torchrl_lightning.replay.shared_lock import PAUSE, SharedLock
+from torchrl_lightning.replay.shared_rings import SharedRings
 
 T = TypeVar("T")
 LONGEST_PAUSE = 5e-3  # seconds between polls for free cells or new steps
 NO_LOCK = nullcontext()
-# Indices of SharedRings._sync_state: number of changes, 1 during a change, 1 after stop(), and the highest writer id.
-_CHANGES, _IS_CHANGING, _IS_STOPPED, _LAST_WRITER_ID = range(4)
-_logger = logging.getLogger(__name__)
-
-
-# ---------------------------------------------------------------------- rings in shared memory
-
-
-def _new_instance(cls: Any) -> Any:
-    return cls.__new__(cls)
-
-
-class _SharedArrays:
-    """A mixin that keeps an object's NumPy arrays in shared memory.
-
-    A pickle for a new child process refers to the shared memory. Any other copy is an unshared object.
-    """
-
-    UNSHARED_TYPE: ClassVar[type]
-    ARRAYS: ClassVar[tuple[str, ...]]
-    """Attribute names of the arrays."""
-    SHARED_ONLY: ClassVar[tuple[str, ...]] = ()
-    """Attribute names that an unshared object does not have."""
-    _memory: dict[str, Tensor]
-
-    def _share(self) -> None:
-        self._memory = {name: torch.from_numpy(getattr(self, name)).share_memory_() for name in self.ARRAYS}
-        self._bind()
-
-    def _bind(self) -> None:
-        for name, tensor in self._memory.items():
-            setattr(self, name, tensor.numpy())
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        spawns = is_spawning()
-        excluded = self.ARRAYS if spawns else ("_memory", *self.SHARED_ONLY)
-        state = {name: value for name, value in vars(self).items() if name not in excluded}
-        if spawns:
-            return _new_instance, (type(self),), state
-        return _new_instance, (self.UNSHARED_TYPE,), self._unshared_state(state)
-
-    def _unshared_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of an unshared copy."""
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._bind()
-
-
-class SharedEpisodeIndex(_SharedArrays, EpisodeIndex):
-    """An episode index in shared memory."""
-
-    UNSHARED_TYPE = EpisodeIndex
-    ARRAYS = ("_column", "_done", "_begin", "_open", "_headless_end")
-
-    def __init__(self, index: EpisodeIndex, positions: Ints, valid_from: Ints) -> None:
-        vars(self).update(vars(index))
-        self.has_cuts = True  # assume cuts, because other processes may cut
-        self.attach(positions, valid_from)
-        self._share()
-
-    def _unshared_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        return self.compact_state(state)
-
-
-class SharedRings(_SharedArrays, Rings):
-    """Rings in shared memory; a process must hold the shared lock to change the rings.
-
-    Args:
-        rings: the unshared rings; do not use them afterwards.
-    """
-
-    UNSHARED_TYPE = Rings
-    SHARED_ONLY = ("_sync_state", "_lost_before", "_writer_ids", "_writer_id", "_last_state", "_holds_lock")
-    ARRAYS = ("_positions", "_valid_from", "_counters", "_sync_state", "_lost_before", "_writer_ids")
-    is_shared = True
-
-    def __init__(self, rings: Rings) -> None:
-        vars(self).update(vars(rings))
-        self._sync_state: Ints = np.zeros(4, np.int64)
-        # The steps of a ring below this position are lost if a process dies while it changes the ring.
-        self._lost_before: Ints = np.zeros(self.num_envs, np.int64)
-        # Id of the last writer of each ring; not the process id, because the system reuses the id of a dead process.
-        self._writer_ids: Ints = np.zeros(self.num_envs, np.int64)
-        self._writer_id = 0
-        self._holds_lock = False  # whether this process holds the lock
-        self._share()
-        self._share_index()
-        self._record_state()
-
-    def _share_index(self) -> None:
-        if self.index is not None:
-            self.index = SharedEpisodeIndex(self.index, self._positions, self._valid_from)
-
-    @property
-    def is_uniformly_filled(self) -> bool:
-        """Whether the filled cells are exactly the first ``count`` cells."""
-        self._refresh()
-        return self._uniformly_filled
-
-    def position_of(self, index: Tensor) -> Tensor:
-        """Return the positions of the steps in cells."""
-        self._refresh()
-        return super().position_of(index)
-
-    def make_index(self) -> None:
-        """Build the episode index in shared memory."""
-        super().make_index()
-        self._share_index()
-
-    def register(self) -> None:
-        """Give this process a new writer id, so that its next steps begin new episodes; the caller holds the lock."""
-        self._sync_state[_LAST_WRITER_ID] += 1
-        self._writer_id = self._sync_state.item(_LAST_WRITER_ID)
-
-    def write(self, leaves: tuple[Ints, Ints], ids: Ints | None, steps: int, done: Flags, init: Flags) -> Ints:
-        """Write steps like :meth:`Rings.write`, but never continue an episode of another process."""
-        env = self._ids if ids is None else ids
-        taken_over = env[self._writer_ids[env] != self._writer_id]
-        if taken_over.size:
-            self.cut(taken_over)
-            self._writer_ids[taken_over] = self._writer_id
-        return super().write(leaves, ids, steps, done, init)
-
-    def before_change(self, env: Any, below: Any = ALL_STEPS) -> None:
-        """Record the steps that are lost if this process dies before it releases the lock."""
-        if self._holds_lock:
-            self._sync_state[_IS_CHANGING] = 1
-            self._lost_before[env] = below
-
-    def after_change(self) -> None:
-        """Record a change for the other processes."""
-        self._sync_state[_CHANGES] += 1
-        self._record_state()
-
-    def sync(self) -> tuple[bool, Tensor, Tensor] | None:
-        """Return the changes of other processes; if a process died during a change, first remove the affected steps.
-
-        Returns:
-            None if nothing changed. Otherwise three values: whether the rings were emptied, the removed cells, and the
-            written cells.
-        """
-        if self._sync_state.item(_IS_CHANGING):
-            self._recover()
-            self.release()
-        self._holds_lock = True
-        changes, restart_offset, positions, oldest = self._last_state
-        if self._sync_state.item(_CHANGES) == changes:
-            return None
-        emptied = restart_offset != self.restart_offset
-        if emptied:
-            positions = oldest = np.zeros_like(positions)
-        self._refresh()
-        current_oldest = self._oldest()
-        removed = self._cells_between(
-            np.maximum(oldest, self._positions - self.length), np.minimum(current_oldest, positions)
-        )
-        written = self._cells_between(np.maximum(positions, current_oldest), self._positions)
-        self._record_state()
-        return emptied, removed, written
-
-    def release(self) -> None:
-        """Mark all changes as complete, before the lock is released."""
-        if self._sync_state.item(_IS_CHANGING):
-            self._lost_before[:] = 0
-            self._sync_state[_IS_CHANGING] = 0  # reset this last, because before_change() sets this first
-        self._holds_lock = False
-
-    def _recover(self) -> None:
-        env = np.flatnonzero(self._lost_before)
-        end, stored = self._lost_before[env], self._positions[env] - self._oldest()[env]
-        incomplete = end == ALL_STEPS
-        if self.index is not None:
-            self.index.keep_headless_end(env[~incomplete], end[~incomplete])
-            self.index.invalidate(env[incomplete])
-        self._valid_from[env] = np.minimum(end, self._positions[env])
-        self._sync_state[_CHANGES] += 1
-        self._counters[VERSION] += 1
-        if incomplete.any():
-            _logger.warning(
-                "a process died while it wrote steps of the environments %s: their %d stored steps were removed, "
-                "because they may be incomplete; the next steps begin new episodes.",
-                env[incomplete].tolist(), int(stored[incomplete].clip(0).sum()),
-            )  # fmt: skip
-
-    def _cells_between(self, low: Ints, high: Ints) -> Tensor:
-        env, position, _ = steps_between(low, high - 1)
-        return self.cell(torch.from_numpy(env), torch.from_numpy(position))
-
-    def _record_state(self) -> None:
-        self._last_state = self._sync_state.item(_CHANGES), self.restart_offset, self._positions.copy(), self._oldest()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._holds_lock = False
-        if self.index is not None:
-            self.index.attach(self._positions, self._valid_from)
-
-    def stop(self) -> None:
-        """Stop waiting in all processes."""
-        self._sync_state[_IS_STOPPED] = 1
-
-    def resume(self) -> None:
-        """Allow waiting again in all processes."""
-        self._sync_state[_IS_STOPPED] = 0
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether waiting is stopped in all processes."""
-        return bool(self._sync_state.item(_IS_STOPPED))
-
-
-# ---------------------------------------------------------------------- the buffer
 
 
 class ShareableBuffer(LockedBuffer):
@@ -252,7 +36,13 @@ class ShareableBuffer(LockedBuffer):
 
     shared = False
 
-    def share(self, shared: bool = True, *, timeout: float | None = None) -> Self:
+    def share(
+        self,
+        shared: bool = True,
+        *,
+        timeout: float | None = None,
+        example: TensorDictBase | Composite | None = None,
+    ) -> Self:
         """Move the buffer into shared memory for forked or spawned processes; call this before they start.
 
         Each process takes a shared lock to write or to sample, and sees the steps of the other processes. If a process
@@ -278,43 +68,86 @@ class ShareableBuffer(LockedBuffer):
         ``multiprocessing.Process``. All other transfers copy the stored rows into an unshared buffer: ``pickle.dumps``,
         a queue or pipe, Ray's object store, ``copy.deepcopy``.
 
+        The entries of a row must be known, so that the memory exists before other processes start. They are known if
+        the buffer has stored rows, has loaded a state, or was built with a spec. Otherwise pass an ``example``. A
+        buffer that is built with ``shared=True`` may also write its first rows in this process before others start.
+
         Args:
             shared: False does nothing if the buffer is unshared.
             timeout: seconds to wait for the lock or for other processes; None waits without limit. If the buffer is
                 already shared, this changes the timeout of this process only, and None keeps the current timeout.
+            example: a row like the rows that will be written, with any batch size, or its spec. Only its keys, shapes
+                and dtypes matter, and nothing is stored. Ignored if the entries are already known.
 
         Returns:
             The buffer itself.
 
         Raises:
             RuntimeError: the system has no locks that survive the death of a process (Windows).
-            ValueError: the timeout is not positive, the cells are memory-mapped, batches are prefetched, or
-                ``shared=False`` is combined with a timeout or a shared buffer.
+            TypeError: the example is neither a TensorDict nor a spec.
+            ValueError: the entries of a row are unknown, the example does not fit the buffer, the timeout is not
+                positive, the cells are memory-mapped, batches are prefetched, or ``shared=False`` is combined with
+                another argument or a shared buffer.
 
         Examples:
             >>> import torch
             >>> from tensordict import TensorDict
             >>> from torchrl_lightning import ExperienceBuffer, RingStorage
             >>> buffer = ExperienceBuffer(storage=RingStorage(4))
-            >>> _ = buffer.extend(TensorDict({"a": torch.zeros(1)}, [1]))
-            >>> buffer.share(timeout=30.0).storage.is_shared
-            True
+            >>> buffer = buffer.share(timeout=30.0, example=TensorDict({"a": torch.tensor(0.0)}))
+            >>> buffer.storage.is_shared, len(buffer)
+            (True, 0)
         """
         if not shared:
-            if timeout is not None:
-                raise ValueError(f"timeout={timeout!r} has no effect with shared=False. Omit one of them.")
+            for name, value in (("timeout", timeout), ("example", example)):
+                if value is not None:
+                    raise ValueError(f"{name}={value!r} has no effect with shared=False. Omit one of them.")
             if self.shared:
                 raise ValueError(
                     "shared must not be False for a shared buffer. Use copy.deepcopy(buffer) for an unshared copy."
                 )
             return super().share(False)
+        self.check_shareable()
+        lock = None if self.shared else SharedLock(self._on_lock_acquired, self._before_lock_release, timeout)
+        if self.storage.data is None:
+            self._reserve_memory(example)
+        if lock is not None:
+            return self._share(lock)
+        if timeout is not None:
+            self._lock.timeout = timeout
+        return self  # keep the lock, because other processes may use it
+
+    def check_shareable(self) -> None:
+        """Validate that the buffer can be shared; raise ValueError if not."""
         if self.prefetches:
             raise ValueError("A buffer that prefetches batches cannot be shared. Build it with prefetch=0.")
-        if self.shared:
-            if timeout is not None:
-                self._lock.timeout = timeout
-            return self  # keep the lock, because other processes may use it
-        lock = SharedLock(self._on_lock_acquired, self._before_lock_release, timeout)
+        self.storage.check_shareable()
+
+    def share_before_first_write(self) -> None:
+        """Share an empty buffer, whose first rows this process must write before other processes start."""
+        self.check_shareable()
+        self._share(SharedLock(self._on_lock_acquired, self._before_lock_release))
+
+    def _reserve_memory(self, example: TensorDictBase | Composite | None) -> None:
+        """Reserve memory for rows like ``example``: write one row, with all checks of a write, and remove the row."""
+        if example is None:
+            raise ValueError(process_owned.EXAMPLE_FIRST)
+        data = example.zero() if isinstance(example, Composite) else example
+        check_tensordict(data)
+        if 0 in data.shape:
+            raise ValueError(f"example must have a row, got the batch size {list(data.shape)}. Pass a row.")
+        row = data[(0,) * data.ndim] if data.ndim else data
+        if self.storage.device != "auto":
+            row = row.to(self.storage.device)
+        self.extend(row.unsqueeze(0).expand(self.writer.num_envs), update_priority=False)
+        self.empty()
+        if self.storage.data is None:
+            raise ValueError(
+                "example must become a stored row, but the transforms of the buffer keep it back. Write the first rows "
+                "in this process, and call share() then."
+            )
+
+    def _share(self, lock: SharedLock) -> Self:
         self.storage.share()
         self.writer.share()
         super().share(True)

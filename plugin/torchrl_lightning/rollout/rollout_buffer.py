@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import InitVar
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, overload
+from typing import Annotated, Any, ClassVar, Literal, Self, overload
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -166,6 +166,12 @@ class RolloutBuffer(Settings, Stateful, TensorDictReplayBuffer, PyTorchRLInterfa
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.set_rng(self.generator)  # all parts of a copy also share one generator
+
+    def share(self, shared: bool = True) -> Self:
+        """Raise ValueError, because a rollout has only one writer; ``shared=False`` returns the buffer itself."""
+        if shared:
+            raise ValueError(f"A {type(self).__name__} has one writer only. Share an ExperienceBuffer instead.")
+        return super().share(False)
 
     @property
     def size(self) -> int:
