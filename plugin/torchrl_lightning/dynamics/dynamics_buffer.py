@@ -24,6 +24,7 @@ from torchrl_lightning.dynamics.targets import IS_RESET, DynamicsTargets
 from torchrl_lightning.environments import environment_specs
 from torchrl_lightning.environments.specs import space_to_spec
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage, RingWriter
+from torchrl_lightning.replay.row_order import time_axis
 from torchrl_lightning.rollout.pytorchrl_api import PyTorchRLInterface
 from torchrl_lightning.rollout.pytorchrl_names import to_documented
 
@@ -52,6 +53,7 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
         generator: random generator; None seeds one from torch's global generator.
         batch_size: rows per ``sample()``.
         transform: a TorchRL transform, as in :class:`ExperienceBuffer`.
+        time_dim: the time dimension of written rollouts without names, as in :class:`ExperienceBuffer`.
 
     Raises:
         ValueError: a number is not a positive integer.
@@ -106,6 +108,7 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
         generator: torch.Generator | None = None,
         batch_size: int | None = None,
         transform: Transform | None = None,
+        time_dim: int | None = None,
     ) -> None:
         size = integer(size, "size")
         num_envs = EnvsApi.of(envs).num_envs if num_envs is None else num_envs
@@ -120,6 +123,7 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
             generator=generator,
             batch_size=batch_size,
             transform=transform,
+            time_dim=time_dim,
         )
 
     @property
@@ -168,7 +172,7 @@ class MBReplayBuffer(ExperienceBuffer, PyTorchRLInterface):
         """
         check_tensordict(data)
         data = self._mark_resets(data)
-        num_envs = _num_envs_in(data, time_dim) if env_ids is None else None
+        num_envs = _num_envs_in(data, time_dim, self.time_dim) if env_ids is None else None
         with self._rings_for(None if 0 in data.shape else num_envs):
             return super().extend(data, env_ids, time_dim=time_dim, update_priority=update_priority)
 
@@ -477,9 +481,10 @@ def _observations(data: TensorDictBase) -> dict[Any, Tensor]:
     }
 
 
-def _num_envs_in(data: TensorDictBase, time_dim: int | None) -> int:
+def _num_envs_in(data: TensorDictBase, time_dim: int | None, default_time_dim: int | None) -> int:
     """Return the number of environments in the data."""
     if data.ndim < 2:
         return 1
-    axis = data.names.index("time") if time_dim is None and "time" in data.names else time_dim
-    return int(data.shape[0 if axis in (1, -1) else 1])
+    if not data.numel():
+        return int(data.shape[0])
+    return data.numel() // data.shape[time_axis(data, time_dim, default_time_dim)]

@@ -123,12 +123,10 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         transform: Transform | Callable[[Any], Any] | None = None,
         done_reduce: str | None = None,
         check_successors: bool = True,
+        time_dim: int | None = None,
     ) -> None:
         if allow_multiprocess and data_spec is None:
-            raise ValueError(
-                "data_spec must be a row without batch size if allow_multiprocess=True, got None: the memory must "
-                "exist before another process starts. Pass a row, or write some steps first and call share()."
-            )
+            raise ValueError("data_spec must be a row or its spec if allow_multiprocess=True, got None. Pass a row.")
         ignored = integer(num_earliest_frames_ignored, "num_earliest_frames_ignored", 0)
         if record_episodic_return and keep_episodic_info is False:
             raise ValueError("keep_episodic_info must not be False if record_episodic_return=True. Leave it out.")
@@ -168,6 +166,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             batch_size=batch_size,
             priority_key=priority_key,
             transform=transform,
+            time_dim=time_dim,
         )
         if getattr(self.sampler, "batch_length", None) == 1:
             self.sample_options = {"batch_length": None}  # single steps

@@ -89,6 +89,7 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
         pin_memory: bool = False,
         prefetch: int | None = None,
         shared: bool = False,
+        time_dim: int | None = None,
     ) -> None:
         for name, number in (("obs_dim", obs_dim), ("act_dim", act_dim)):
             optional(integer)(number, name)
@@ -106,6 +107,7 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
             prefetch=prefetch,
             transform=transform,
             shared=shared,
+            time_dim=time_dim,
         )
         self.obs_dim, self.act_dim, self.max_size = obs_dim, act_dim, size
         self.weights: Tensor | None = None

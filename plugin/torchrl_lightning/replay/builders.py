@@ -1,4 +1,4 @@
-"""Functions that build and validate the parts of a buffer, and that order rows of several environments."""
+"""Functions that build and validate the parts of a buffer."""
 
 from __future__ import annotations
 
@@ -44,30 +44,6 @@ def init_priorities(sampler: Sampler | None, max_size: int) -> None:
     prioritized = None if sampler is None else find_prioritized(sampler)
     if prioritized is not None:
         prioritized.init_table(max_size)
-
-
-def time_major(data: TensorDictBase, num_envs: int, time_dim: int | None) -> TensorDictBase:
-    """Return the rows of ``num_envs`` environments, flat and time-major; raise ValueError for ambiguous data."""
-    if data.ndim == 1 and time_dim is None:
-        if num_envs == 1 or data.shape[0] == num_envs:
-            return data
-        raise ValueError(
-            f"data must have {num_envs} rows, one step per environment, got {data.shape[0]} rows. For several steps, "
-            f'pass [T, {num_envs}] or [{num_envs}, T] with a dimension named "time" or with time_dim=.'
-        )
-    names = data.names
-    axis = time_dim if time_dim is not None else names.index("time") if "time" in names else None
-    if axis is None or data.ndim not in (1, 2) or not -data.ndim <= axis < data.ndim:
-        raise ValueError(
-            f"data must be [n] or a rollout with one time dimension, got batch size {list(data.shape)}, names {names} "
-            f'and time_dim={time_dim}. Pass time_dim=, or name the dimension, e.g. data.names = [None, "time"].'
-        )
-    if data.ndim == 1:
-        return time_major(data, num_envs, None)
-    data = data if axis % 2 == 0 else data.transpose(0, 1)
-    if data.shape[1] != num_envs:
-        raise ValueError(f"The rollout must have {num_envs} environments, got {data.shape[1]}.")
-    return data.reshape(-1)
 
 
 def entries_to_write(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from tensordict import TensorDictBase
@@ -12,8 +13,6 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler as TorchRLPrioritizedSampler
 from torchrl.data.replay_buffers.samplers import Sampler
-from torchrl.data.replay_buffers.storages import Storage
-from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Transform
 
 from torchrl_lightning._core.keys import NEXT
@@ -21,7 +20,7 @@ from torchrl_lightning._core.mixins import make_generator
 from torchrl_lightning._core.state import Attribute, Child, Stateful, list_of
 from torchrl_lightning._core.torchrl_compat import entries_of, identity_collate, new_tensordict
 from torchrl_lightning._core.tree import check_tensordict, entry_of, nested_key, to_device
-from torchrl_lightning._core.validators import Checked
+from torchrl_lightning._core.validators import Checked, integer, optional
 from torchrl_lightning.kernels.indices import as_integers
 from torchrl_lightning.replay.builders import (
     check_parts,
@@ -31,21 +30,22 @@ from torchrl_lightning.replay.builders import (
     init_priorities,
     plan_write_back,
     ring_writer,
-    time_major,
     uses_priorities,
 )
 from torchrl_lightning.replay.episode_transform import EpisodeTransform, bind_transforms, iter_transforms
 from torchrl_lightning.replay.n_step import NStepMixin, NStepReturns
 from torchrl_lightning.replay.priorities import reduce_priorities
+from torchrl_lightning.replay.replaceable_parts import ReplaceableParts
 from torchrl_lightning.replay.ring_storage import RingStorage
 from torchrl_lightning.replay.ring_writer import RingWriter
 from torchrl_lightning.replay.rings import Rings
-from torchrl_lightning.replay.sharing import ShareableBuffer, T
+from torchrl_lightning.replay.row_order import count_envs, may_be_one_env, time_major
+from torchrl_lightning.replay.sharing import T
 from torchrl_lightning.replay.state_checks import device_and_state, unpack_batch
 from torchrl_lightning.replay.uniform import UniformSampler
 
 
-class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
+class ExperienceBuffer(Stateful, NStepMixin, ReplaceableParts):
     """A ``TensorDictReplayBuffer`` that uses a :class:`RingStorage`, a :class:`RingWriter` and any sampler.
 
     TorchRL handles transforms, prefetching, pinned memory and sample units. Without them, a sample costs little more
@@ -74,6 +74,11 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
         done_reduce: argument of the default :class:`RingWriter`.
         check_successors: argument of the default :class:`RingWriter`: compare successors to find trajectories that
             were cut without a flag.
+        time_dim: the time dimension of written rollouts without a dimension named ``"time"``. Set -1 for a TorchRL
+            collector with ``replay_buffer=``, because it writes unnamed rollouts ``[*env.batch_size, T]``. If workers
+            of a multi-collector write, pass the sum of their environments as ``num_envs``: each process then fills
+            rings of its own. With fewer rings, several processes write to the same rings, and the trajectories are cut
+            at each change of the process. None rejects unnamed rollouts.
 
     Raises:
         TypeError: the storage is not a RingStorage, the writer is not a RingWriter, or the sampler removes cells.
@@ -94,6 +99,7 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
 
     OWNER, VERSION = "buffer", 3
     priority_key = Checked(lambda value, name: nested_key(value))
+    time_dim = Checked(optional(partial(integer, minimum=-16)))
     STATE = {
         "prefetched": Attribute(list_of(unpack_batch), "_prefetched_batches"),  # the setter checks their number
         "sampler_kind": Attribute(attribute="_sampler_kind", argument="sampler"),
@@ -124,7 +130,9 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
         shared: bool = False,
         done_reduce: str | None = None,
         check_successors: bool = True,
+        time_dim: int | None = None,
     ) -> None:
+        self.time_dim = time_dim
         self.set_returns(NStepReturns(n_steps, 0.99 if gamma is None else gamma))
         storage = default_storage() if storage is None else storage
         writer = ring_writer(
@@ -156,33 +164,6 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
         """The storage, the sampler and the writer."""
         return self._storage, self._sampler, self._writer
 
-    def set_storage(self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None) -> Storage:
-        """Replace the storage by another RingStorage; return the old one."""
-        check_parts(storage, None, None)
-        bind_transforms(self.transform, storage, self.storage)
-        return super().set_storage(storage, collate_fn)
-
-    def set_writer(self, writer: Writer) -> Writer:
-        """Replace the writer by another RingWriter; return the old one."""
-        check_parts(None, writer, None)
-        return super().set_writer(writer)
-
-    def set_sampler(self, sampler: Sampler) -> Sampler:
-        """Replace the sampler; return the old one."""
-        check_parts(None, None, sampler)
-        init_priorities(sampler, self.storage.max_size)
-        return super().set_sampler(sampler)
-
-    def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
-        """Append a transform; return the buffer itself."""
-        bind_transforms(transform, self.storage)
-        return super().append_transform(transform, invert=invert)
-
-    def insert_transform(self, index: int, transform: Transform, *, invert: bool = False) -> Self:
-        """Insert a transform before position ``index``; return the buffer itself."""
-        bind_transforms(transform, self.storage)
-        return super().insert_transform(index, transform, invert=invert)
-
     @property
     def accepts_shared_rows(self) -> bool:
         """Whether ``extend`` accepts rows in memory that the caller reuses; a subclass may override this."""
@@ -204,7 +185,7 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
             data: ``[n]`` for one environment; ``[num_envs]`` with one step of each environment; or a rollout ``[N, T]``
                 with a dimension named ``"time"`` or with ``time_dim``.
             env_ids: the environments of these steps; all environments in order by default.
-            time_dim: the time dimension.
+            time_dim: the time dimension; the dimension named ``"time"``, or else the buffer's ``time_dim``, by default.
             update_priority: use the priorities in the data; True by default.
 
         Returns:
@@ -223,14 +204,20 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
             if data is None:
                 return torch.zeros(0, dtype=torch.int64)
         storage, sampler, writer = self.parts
-        data = time_major(data, writer.num_envs if env_ids is None else len(env_ids), time_dim)
+        num_envs = ring_count = writer.num_envs if env_ids is None else len(env_ids)
+        if env_ids is None and self.time_dim is not None:
+            num_envs = self._count_envs(data, time_dim)
+        data = time_major(data, num_envs, time_dim, self.time_dim)
         priority = None
         if uses_priorities(sampler):
             if update_priority is not False:
                 priority = data.get(self.priority_key, None)
             if (prioritized := find_prioritized(sampler)) is not None:
                 prioritized.check_write(storage, data.shape[0], priority)
-        index = self.write(data) if env_ids is None else self.write(data, env_ids)
+        if num_envs < ring_count:
+            index = self.write_with(writer.extend_own, data, num_envs)
+        else:
+            index = self.write(data) if env_ids is None else self.write(data, env_ids)
         if priority is not None:
             self.update_priority(index, priority)
         return index
@@ -239,8 +226,22 @@ class ExperienceBuffer(Stateful, NStepMixin, ShareableBuffer):
         """Write one step: a row without batch dimension, or ``[num_envs]`` for all environments."""
         check_tensordict(data)
         if data.ndim:
-            return self.extend(data)
-        return int(self.extend(data.unsqueeze(0)))
+            return self.extend(data) if self.time_dim is None else self.extend(data.unsqueeze(-1), time_dim=-1)
+        row = data.unsqueeze(0)
+        return int(self.extend(row) if self.time_dim is None else self.extend(row.unsqueeze(0), time_dim=0))
+
+    def _count_envs(self, data: TensorDictBase, time_dim: int | None) -> int:
+        """Return the number of environments in the data, which may be fewer than the buffer has."""
+        writer = self.writer
+        if data.ndim > 1:
+            num_envs, steps = count_envs(data, time_dim, self.time_dim)
+        elif may_be_one_env(data, writer.done_key) and (len(data) == 1 or writer.owned_rings != len(data)):
+            num_envs, steps = 1, len(data)
+        else:
+            return writer.num_envs
+        # A multi-collector of TorchRL writes one step of one worker to an empty buffer, to reserve memory.
+        may_be_fewer = self.shared or (steps == 1 and not writer.write_count)
+        return min(num_envs, writer.num_envs) if may_be_fewer else writer.num_envs
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Overwrite filled cells, or one entry of all filled cells (see :meth:`RingStorage.write_entry`).

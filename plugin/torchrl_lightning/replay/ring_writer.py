@@ -269,6 +269,18 @@ class RingWriter(WriterBase):
                 storage.set(cells[skipped:], data[skipped:] if skipped else data)
         return self.write_rows(addresses, ids, steps, done, init)
 
+    @property
+    def owned_rings(self) -> int:
+        """Number of rings that this process filled last; 0 for an unshared buffer."""
+        return self.rings.owned if isinstance(self.rings, SharedRings) else 0
+
+    def extend_own(self, data: TensorDictBase, count: int) -> Tensor:
+        """Write steps like :meth:`extend`, to ``count`` rings of this process (:meth:`SharedRings.own_rings`)."""
+        rings = self.rings
+        return self.extend(
+            data, torch.from_numpy(rings.own_rings(count) if isinstance(rings, SharedRings) else rings.ids[:count])
+        )
+
     def claim(self, env: Ints, steps: int) -> None:
         """Remove the cells of the next steps from the rings, so that no process reads a half-written row."""
         self.rings.claim(env, steps)

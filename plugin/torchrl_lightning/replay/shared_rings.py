@@ -130,6 +130,23 @@ class SharedRings(_SharedArrays, Rings):
         self._sync_state[_LAST_WRITER_ID] += 1
         self._writer_id = self._sync_state.item(_LAST_WRITER_ID)
 
+    @property
+    def owned(self) -> int:
+        """Number of rings that this process filled last, if it has registered."""
+        return int((self._writer_ids == self._writer_id).sum()) if self._writer_id else 0
+
+    def own_rings(self, count: int) -> Ints:
+        """Return ``count`` rings for the environments of this process; the caller holds the lock.
+
+        These are the rings that this process has written to, then rings without a writer, and then the rings of the
+        process that registered first. A process with the rings of an ended process thus takes none of a running one.
+        """
+        if not self._writer_id:
+            self.register()
+        age = np.where(self._writer_ids == self._writer_id, -1, self._writer_ids)
+        rings: Ints = np.sort(np.argsort(age, kind="stable")[:count])
+        return rings
+
     def write(self, leaves: tuple[Ints, Ints], ids: Ints | None, steps: int, done: Flags, init: Flags) -> Ints:
         """Write steps like :meth:`Rings.write`, but never continue an episode of another process."""
         env = self._ids if ids is None else ids

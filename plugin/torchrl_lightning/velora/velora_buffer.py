@@ -88,6 +88,7 @@ class BufferBase(ExperienceBuffer):
         pin_memory: bool = False,
         prefetch: int | None = None,
         shared: bool = False,
+        time_dim: int | None = None,
     ) -> None:
         if type(self).sample is BufferBase.sample:
             raise TypeError(f"{type(self).__name__} must define sample. Use RecurrentReplayBuffer.")
@@ -110,6 +111,7 @@ class BufferBase(ExperienceBuffer):
             pin_memory=pin_memory,
             prefetch=prefetch,
             shared=shared,
+            time_dim=time_dim,
         )
 
     # ------------------------------------------------------------------ writing
