@@ -38,7 +38,6 @@ import torch
 import ray
 from torchrl_lightning import GymnasiumCollector, OnPolicyDataModule, RayCollector, VTraceBuffer, VTraceModule
 from torchrl_lightning.ray._serialization import as_arrays
-from torchrl_lightning.ray.cluster import installed_versions
 
 PROCESSES, ENVS, FRAMES = 4, 8, 256
 
@@ -46,13 +45,10 @@ PROCESSES, ENVS, FRAMES = 4, 8, 256
 class Crowd:
     """Many actors in one process, each with its own clock."""
 
-    def __init__(self, arrays: dict[Any, Any], versions: dict[str, str], period: float) -> None:
-        self.arrays, self.versions, self.period = arrays, versions, period
+    def __init__(self, arrays: dict[Any, Any], period: float) -> None:
+        self.arrays, self.period = arrays, period
         self.due: dict[int, float] = {}
         self.begun: dict[int, int] = {}
-
-    async def installed_versions(self) -> dict[str, str]:
-        return self.versions
 
     async def rollout(self, worker: int, version: int, weights: Any, delta: Any) -> tuple[int, dict[Any, Any]]:
         now = time.monotonic()
@@ -77,7 +73,7 @@ class ManyActors(RayCollector):
     def _build_actor(self, worker: int) -> Any:
         crowd = self.crowds[worker % PROCESSES]
         rollout = SimpleNamespace(remote=partial(crowd.rollout.remote, worker))
-        return SimpleNamespace(rollout=rollout, installed_versions=crowd.installed_versions)
+        return SimpleNamespace(rollout=rollout)
 
     def _stop(self) -> None:
         self._actors, self._pending = [], {}
@@ -138,7 +134,7 @@ def fit(count: int, rollouts: int, *callbacks: L.Callback) -> Any:
 def measured(count: int, rate: float, seconds: float, arrays: Any, policy: Any, learns: bool) -> dict[str, float]:
     """Return what a learner gets of so many actors that send ``rate`` rollouts a second together."""
     build = ray.remote(Crowd).options(max_concurrency=-(-count // PROCESSES) + 1, num_cpus=0)
-    crowds = [build.remote(arrays, installed_versions(), count / rate) for _ in range(PROCESSES)]
+    crowds = [build.remote(arrays, count / rate) for _ in range(PROCESSES)]
     ManyActors.crowds = crowds
     number = max(int(rate * seconds), count)
     if learns:

@@ -24,6 +24,14 @@ class RayTaskError(Exception):
 
 
 class RayActorError(Exception):
+    actor_init_failed = False
+
+
+class OutOfMemoryError(Exception):
+    pass
+
+
+class GetTimeoutError(Exception):
     pass
 
 
@@ -35,18 +43,29 @@ class FakeRay:
     """What of Ray's module a replay service uses; what is sent is copied, and its arrays cannot be written to."""
 
     exceptions = SimpleNamespace(
-        RayTaskError=RayTaskError, RayActorError=RayActorError, ObjectLostError=ObjectLostError
+        RayTaskError=RayTaskError,
+        RayActorError=RayActorError,
+        ObjectLostError=ObjectLostError,
+        OutOfMemoryError=OutOfMemoryError,
+        GetTimeoutError=GetTimeoutError,
     )
 
     def __init__(self) -> None:
         self.actors: dict[tuple[str, str], Actor] = {}
         self.loop = asyncio.new_event_loop()
         self.is_back = False
+        self.free = {"CPU": 1.0}
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
 
     def is_initialized(self) -> bool:
         return True
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 4.0}
+
+    def available_resources(self) -> dict[str, float]:
+        return self.free
 
     def get_runtime_context(self) -> Any:
         return SimpleNamespace(was_current_actor_reconstructed=self.is_back)
@@ -68,11 +87,15 @@ class FakeRay:
             raise ValueError("no such actor")
         return self.actors[namespace, name]
 
-    def get(self, ref: Future[Any]) -> Any:
+    def get(self, ref: Future[Any], timeout: float = 20.0) -> Any:
         try:
-            return sent(ref.result(20))
-        except (RayActorError, TimeoutError):
+            return sent(ref.result(timeout))
+        except (RayActorError, ObjectLostError, OutOfMemoryError):
             raise
+        except TimeoutError as error:
+            if ref.done():  # the request has raised it
+                raise RayTaskError(error) from error
+            raise GetTimeoutError(f"no answer in {timeout:g} s") from error
         except Exception as error:
             raise RayTaskError(error) from error
 

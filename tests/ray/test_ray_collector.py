@@ -29,6 +29,8 @@ from kit.worked import FollowedReplay, constant_policy
 from torchrl_lightning import DQNModule, OnPolicyDataModule, RayCollector, ReplayService, VTraceBuffer
 from torchrl_lightning._core.keys import TRAJ_IDS
 from torchrl_lightning.environments.env_errors import WorkerFault
+from torchrl_lightning.ray import ray_collector
+from torchrl_lightning.ray._actor import RolloutActor
 from torchrl_lightning.ray.cluster import ClusterFault, connect, installed_versions
 
 ray = pytest.importorskip("ray")
@@ -169,6 +171,90 @@ def test_other_actors_continue_if_one_is_killed(make_collector: Any) -> None:
         time.sleep(0.05)
     assert not alive(pid_of(batch))
     assert not alive(pid_of(before[2]))
+
+
+def kill_at_start(collector: RayCollector, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill the first actor of the last worker when it has started, before its first rollout is requested."""
+    build = collector._build_actor
+
+    def build_and_kill(worker: int) -> Any:
+        actor = build(worker)
+        if worker == collector.num_workers - 1 and not collector.deaths:
+            os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+        return actor
+
+    monkeypatch.setattr(collector, "_build_actor", build_and_kill)
+
+
+def test_actor_that_dies_before_its_first_rollout_is_replaced(
+    make_collector: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collector = make_collector()
+    kill_at_start(collector, monkeypatch)
+    yielded: set[int] = set()
+    while yielded != {0, 2}:
+        batch = collector.rollout()
+        yielded.add(int(batch["collector", "env_ids"][0, 0]))
+    assert (collector.deaths, collector.restarts, collector.lost_frames) == (1, 1, 8)
+    assert collector.lost_envs == [2, 3]
+
+
+def test_sync_actor_that_dies_before_its_first_rollout_raises_one_line(
+    make_collector: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collector = make_collector(sync=True)
+    kill_at_start(collector, monkeypatch)
+    collector.rollout()
+    with pytest.raises(WorkerFault, match=r"^Collector worker 1 died: .*resume the run\.$"):
+        collector.rollout()
+
+
+class UnbuildableEnv(CountingEnv):
+    def __init__(self) -> None:
+        raise OSError("the simulator is missing")
+
+
+def test_error_of_a_start_is_not_answered_by_restarts(make_collector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    collector = make_collector(UnbuildableEnv)
+    with pytest.raises(WorkerFault, match="the simulator is missing"):
+        collector.rollout()
+    assert (collector.deaths, collector.closed) == (0, True)
+
+    class Failing(RolloutActor):
+        def __init__(self, *_: Any) -> None:
+            raise ModuleNotFoundError("No module named 'here_alone'")
+
+    monkeypatch.setattr("torchrl_lightning.ray.ray_collector.RolloutActor", Failing)
+    collector = make_collector()
+    message = (
+        r"^Collector worker \d cannot start: ModuleNotFoundError: No module named 'here_alone'.* same versions .*$"
+    )
+    with pytest.raises(ClusterFault, match=message):
+        collector.rollout()
+    assert (collector.deaths, collector.closed) == (0, True)
+
+
+def test_actor_that_was_ended_for_its_memory_is_replaced(make_collector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    collector, wait_for, calls = make_collector(num_collectors=1), ray_collector.wait_for, []
+
+    def killed_once(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise ray.exceptions.OutOfMemoryError("the memory monitor has ended it")
+        return wait_for(*args)
+
+    monkeypatch.setattr(ray_collector, "wait_for", killed_once)
+    assert collector.rollout().shape == (2, 4)
+    assert (collector.deaths, collector.restarts) == (1, 1)
+
+
+def test_setup_that_fails_on_a_machine_raises_one_line(make_collector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise ray.exceptions.RuntimeEnvSetupError("no such package\nin the index")
+
+    monkeypatch.setattr(ray_collector, "wait_for", fail)
+    with pytest.raises(ClusterFault, match=r"^Collector worker \d cannot run .*no such package in .* remote_configs"):
+        make_collector().rollout()
 
 
 def test_sync_collector_raises_if_an_actor_dies(make_collector: Any) -> None:

@@ -291,7 +291,7 @@ class ReplayDataModule(UpdatesDataModule):
         """Collect frames for one of the epoch's ``end`` updates; return its batch, or None if the collector ended."""
         start = time.perf_counter()
         while self._waits_for_frames() or (
-            not len(self.buffer) if self._row_store is None else self._store_lacks_rows()
+            not len(self.buffer) if self._row_store is None else self._lacks_rows()
         ):
             if not self._collect_frames(learner):
                 return None
@@ -327,7 +327,7 @@ class ReplayDataModule(UpdatesDataModule):
         frames = (collected - self.warmup_frames - self._refill_frames) * self._ratio.denominator
         return self.updates * self._ratio.numerator > frames
 
-    def _store_lacks_rows(self) -> bool:
+    def _lacks_rows(self) -> bool:
         """Return whether a source that stores the rows lacks rows on any rank; all ranks collect again then."""
         can_draw = self._can_draw if self._resumed_batch is None else None
         is_ready = len(self._row_store) > 0 and (can_draw is None or can_draw(self.batch_size))

@@ -13,13 +13,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from torchrl_lightning._core.errors import UserError
 from torchrl_lightning.ray._serialization import Arrays, Receipt
-from torchrl_lightning.ray.cluster import ServiceFault, one_line
+from torchrl_lightning.ray._waits import Demand, WaitWarning, ready_within, wait_for
+from torchrl_lightning.ray.cluster import ServiceFault, death_errors, has_failed_to_start, last_line, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -29,20 +30,37 @@ _WAIT_CHECK_DELAY = 1.0  # seconds until a call checks whether it waits for its 
 _PROCESS = secrets.token_hex(8)
 
 
+class Shard(NamedTuple):
+    """A shard as its callers see it: the actor's handle, the name in messages, and the resources that it reserves."""
+
+    actor: Any
+    name: str
+    demand: Demand | None  # None if another run has started the actor
+
+
 def current_caller() -> str:
     """Return a name of this thread that no other thread in the cluster has."""
     return f"{_PROCESS}/{os.getpid()}/{threading.get_ident()}"
 
 
 def call_shard(
-    send: Callable[..., Any], *args: Any, pending: Any = None, check_wait: Callable[[Any], None] | None = None
+    shard: Shard,
+    awaited: str,
+    send: Callable[..., Any],
+    *args: Any,
+    pending: Any = None,
+    starts: bool = False,
+    check_wait: Callable[[Any], None] | None = None,
 ) -> Any:
     """Return a shard's answer to the request ``send(*args)``. If the shard died, repeat the request until it answers.
 
     Args:
+        shard: The shard.
+        awaited: The answer, for the warning about a long wait.
         send: The function that sends the request.
         args: The arguments of the request.
         pending: A request that was already sent.
+        starts: The shard may not have a place in the cluster yet.
         check_wait: A function that is called with the request if the answer takes long. It raises an error if the
             request waits forever.
 
@@ -53,23 +71,29 @@ def call_shard(
     import ray
 
     first_failure: float | None = None
+    warning = WaitWarning(ray, f"{awaited} of {shard.name}", shard.demand if starts else None)
     while True:
         try:
             request, pending = send(*args) if pending is None else pending, None
-            if check_wait is not None and not ray.wait([request], timeout=_WAIT_CHECK_DELAY)[0]:
+            if check_wait is not None and not ready_within(ray, [request], _WAIT_CHECK_DELAY):
                 check_wait(request)
-            return ray.get(request)
+            return wait_for(ray, request, warning)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, UserError):
                 raise error.cause from None
             raise ServiceFault(f"The replay service rejected a request: {one_line(error.cause)}") from error
-        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
+        except death_errors(ray) as error:
+            if has_failed_to_start(error):
+                raise ServiceFault(
+                    f"{shard.name} cannot start: {last_line(error)}. Install the same versions on all machines."
+                ) from error
             now = time.monotonic()
             if first_failure is None:
                 first_failure = now
                 logger.warning("the replay service died; it starts again (%.200s).", one_line(error))
             if now - first_failure > RECONNECT_TIMEOUT or _was_killed(error):
                 raise ServiceFault(f"The replay service has ended and did not restart: {one_line(error)}") from error
+            warning.warn_if_due(shard.demand)
             time.sleep(_RETRY_INTERVAL)
 
 
@@ -84,14 +108,16 @@ class ServiceWriter:
     A writer can be pickled before its first write.
 
     Args:
-        shards: The handles of the actors.
+        shards: The shards of the service.
         num_envs: The number of environments in all shards together.
         name: The name of this writer.
         unacknowledged: The maximum number of rollouts that wait for an acknowledgement.
         ring_length: The maximum number of stored steps of each environment.
     """
 
-    def __init__(self, shards: Sequence[Any], num_envs: int, name: str, unacknowledged: int, ring_length: int) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], num_envs: int, name: str, unacknowledged: int, ring_length: int
+    ) -> None:
         self._writers = [ShardWriter(shard, name, unacknowledged, num_envs, ring_length) for shard in shards]
         self._envs_per_shard = num_envs // len(shards)
 
@@ -142,14 +168,14 @@ class ShardWriter:
     that the writer does not keep, the writer logs the number of their rows and continues with its kept rollouts.
 
     Args:
-        shard: The handle of the actor.
+        shard: The shard.
         name: The name of this writer.
         unacknowledged: The maximum number of kept rollouts.
         num_envs: The number of environments in all shards together.
         ring_length: The maximum number of stored steps of each environment.
     """
 
-    def __init__(self, shard: Any, name: str, unacknowledged: int, num_envs: int, ring_length: int) -> None:
+    def __init__(self, shard: Shard, name: str, unacknowledged: int, num_envs: int, ring_length: int) -> None:
         self._shard, self._name, self._max_unacknowledged = shard, name, unacknowledged
         self._session = secrets.token_hex(8)
         self._unacknowledged: deque[tuple[int, Arrays, list[int], list[int], bool]] = deque()
@@ -166,7 +192,7 @@ class ShardWriter:
         """Wait until the previous rollout is written, and send the next rollout ``[T, N, *F]`` without waiting."""
         self._wait_for_pending()
         while len(self._unacknowledged) >= self._max_unacknowledged:  # several requests if the shard has lost rollouts
-            self._read_receipt(call_shard(self._shard.flush.remote, self._name, self._session))
+            self._read_receipt(self._call("the snapshot", self._shard.actor.flush.remote, self._name, self._session))
             self._resend_lost()
         self._append(rows, env_ids, cut_envs, check_successors)
         self._pending = self._send(-1)
@@ -182,7 +208,8 @@ class ShardWriter:
         """Wait until all sent rollouts are written; return True if lost rollouts were sent again."""
         has_resent = self._wait_for_pending()
         if self._num_sent:
-            self._read_receipt(call_shard(self._shard.receipt.remote, self._name, self._session, current_caller()))
+            arguments = self._name, self._session, current_caller()
+            self._read_receipt(self._call("the receipt", self._shard.actor.receipt.remote, *arguments))
             has_resent |= self._resend_lost()
         return has_resent
 
@@ -191,7 +218,7 @@ class ShardWriter:
         if pending is None:
             return False
         check_wait = partial(self._check_wait, self._num_sent - 1)
-        self._read_receipt(call_shard(self._send, -1, pending=pending, check_wait=check_wait))
+        self._read_receipt(self._call("the receipt", self._send, -1, pending=pending, check_wait=check_wait))
         return self._resend_lost()
 
     def _resend_lost(self) -> bool:
@@ -199,16 +226,20 @@ class ShardWriter:
         while self.written < self._num_sent:
             index = self.written - self._unacknowledged[0][0]
             check_wait = partial(self._check_wait, self.written)
-            self._read_receipt(call_shard(self._send, index, check_wait=check_wait))
+            self._read_receipt(self._call("the receipt", self._send, index, check_wait=check_wait))
         return has_lost
 
+    def _call(self, awaited: str, send: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return call_shard(self._shard, f"{awaited} for rollouts of {self._name}", send, *args, **options)
+
     def _send(self, index: int) -> Any:
-        return self._shard.insert.remote(self._name, self._session, *self._unacknowledged[index], current_caller())
+        rollout = self._unacknowledged[index]
+        return self._shard.actor.insert.remote(self._name, self._session, *rollout, current_caller())
 
     def _check_wait(self, number: int, request: Any) -> None:
         """Raise a ServiceFault if a rollout waits for draws of this thread."""
         arguments = (self._session, number), current_caller(), self._has_other_readers
-        call_shard(self._shard.check_wait.remote, *arguments)
+        self._call("the check of a wait", self._shard.actor.check_wait.remote, *arguments)
 
     def _read_receipt(self, receipt: Receipt) -> None:
         self.written, acknowledged, has_other_readers, start = receipt

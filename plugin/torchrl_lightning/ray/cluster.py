@@ -12,6 +12,7 @@ from typing import Any
 
 from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.ranks import world_size
+from torchrl_lightning.ray._waits import demand_of, warnings_during
 
 _CONNECT_TIMEOUT = 5.0  # seconds until a cluster must answer
 _COMPARED_PACKAGES = ("torchrl-lightning", "torch", "torchrl", "tensordict")
@@ -58,7 +59,8 @@ def connect(config: Mapping[str, Any]) -> tuple[Any, bool]:
             )
         config = {**config, "address": "local"}  # the cluster that Ray remembers was killed, so start a new one
     try:
-        ray.init(**config)
+        with warnings_during(f"the Ray cluster at address={address!r}" if is_reachable else "a new Ray cluster"):
+            ray.init(**config)
     except (ConnectionError, TimeoutError, ValueError) as error:
         raise ClusterFault(
             f"Cannot connect to a Ray cluster at address={address!r} ({_short_line(error)}). Start one (ray start "
@@ -104,20 +106,32 @@ def installed_versions() -> dict[str, str]:
 def check_resources(ray: Any, count: int, actor_resources: Mapping[str, Any]) -> None:
     """Raise a ClusterFault if the actors of all ranks need more resources than the cluster has in total."""
     count *= world_size()
-    required = {
-        "CPU": actor_resources.get("num_cpus", 1),
-        "GPU": actor_resources.get("num_gpus", 0),
-        "memory": actor_resources.get("memory", 0),
-        **actor_resources.get("resources", {}),
-    }
     available = ray.cluster_resources()
-    for name, amount in required.items():
+    for name, amount in demand_of(actor_resources).items():
         if amount * count > available.get(name, 0):
             raise ClusterFault(
                 f"num_collectors={count} need {amount * count:g} {name}, but the cluster has "
                 f"{available.get(name, 0):g}. Lower num_collectors, add machines, or lower the resources of each by "
                 "remote_configs, such as {'num_cpus': 0.5}."
             )
+
+
+def death_errors(ray: Any) -> tuple[type[Exception], ...]:
+    """Return the errors of requests to actors that have died or cannot be reached."""
+    # Ray raises OutOfMemoryError for an actor that its memory monitor has killed.
+    return ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.OutOfMemoryError
+
+
+def has_failed_to_start(error: BaseException) -> bool:
+    """Return True if an actor's constructor raised an error, which another start would raise again."""
+    import ray
+
+    return isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line of a message, which names the error of a traceback, without its full stop."""
+    return str(error).strip().rpartition("\n")[2].rstrip(".")
 
 
 def one_line(error: BaseException) -> str:

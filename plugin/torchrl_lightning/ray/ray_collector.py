@@ -20,12 +20,16 @@ from torchrl_lightning.environments.policy_calls import Policy
 from torchrl_lightning.environments.replay_source import SyncedReplaySource
 from torchrl_lightning.ray._actor import RolloutActor
 from torchrl_lightning.ray._serialization import as_rollout, copy_weights
+from torchrl_lightning.ray._waits import AnswerTimes, WaitWarning, demand_of, ready_within, wait_for
 from torchrl_lightning.ray.cluster import (
     ClusterFault,
     ServiceFault,
     check_resources,
     connect,
+    death_errors,
+    has_failed_to_start,
     installed_versions,
+    last_line,
     one_line,
 )
 from torchrl_lightning.ray.service import ReplayService
@@ -34,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT = 1.0  # seconds for closing the environments
 _RECONNECT_TIMEOUT = 30.0  # seconds until an unreachable actor must answer again
-_WARNING_INTERVAL = 60.0  # seconds without a rollout until a warning names the collectors
 _MAX_INLINE_BYTES = 2**16  # Weights up to this size in bytes are sent with each request, which is faster.
 _MAX_FAILURES = 3  # consecutive deaths of a worker without a rollout
 
@@ -48,9 +51,11 @@ class RayCollector(WorkersCollector):
     collectors. ``("collector", "policy_version")`` is the version of the weights. Published weights are sent once to
     each machine. Small weights are sent with each request.
 
-    If an actor or machine fails, all other actors continue. The pending rollouts of the failed actor are lost. A new
-    actor replaces the failed actor as soon as the cluster has room. The new actor has new seeds and trajectory ids, and
-    begins with new episodes. If an environment raises an error, the learner raises it too.
+    Each actor begins as soon as the cluster has room for it. If an actor or machine fails, all other actors continue.
+    The pending rollouts of the failed actor are lost. A new actor replaces the failed actor as soon as the cluster has
+    room. The new actor has new seeds and trajectory ids, and begins with new episodes. If an environment raises an
+    error, the learner raises it too. A warning names the collectors without an answer for 60 seconds, and the resources
+    that collectors without a place need.
 
     Args:
         env: An id, or a picklable factory of one environment. Actors import modules from the learner's paths. Send
@@ -166,6 +171,7 @@ class RayCollector(WorkersCollector):
         ] = []  # begun batches of each worker; a replacement continues from this number, with new seeds
         self._failures: list[int] = []  # deaths of each worker since its last rollout
         self._pending: dict[Any, int] = {}  # requested rollouts and their workers, the oldest first
+        self._answer_times: AnswerTimes  # set with the actors
         self._weights: tuple[int, Any] = 0, None  # the published version, and its weights or a reference to them
         self._published_at = 0  # the number of batches at the last publication
 
@@ -176,42 +182,31 @@ class RayCollector(WorkersCollector):
         if self.sync and not self._pending:
             self._request_all()
         while True:
-            ref = next(iter(self._pending)) if self.sync else self._first_ready()
+            ref = next(iter(self._pending)) if self.sync else self._answer_times.first_ready(self._pending)
             worker = self._pending[ref]
             try:
                 number, arrays = self._receive(ref, worker)
-            except (self._ray.exceptions.RayActorError, self._ray.exceptions.ObjectLostError) as error:
+            except death_errors(self._ray) as error:
                 self._replace(worker, error)
                 continue
             del self._pending[ref]
+            self._answer_times.answered(worker)
             self.restarts += self._failures[worker] > 0
             self._failures[worker] = 0
             if not self.sync:
                 self._request(worker)
             return as_rollout(arrays), worker, number + 1
 
-    def _first_ready(self) -> Any:
-        waited = 0.0
-        while True:
-            ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=_WARNING_INTERVAL)
-            if ready:
-                return ready[0]
-            waited += _WARNING_INTERVAL
-            logger.warning(
-                "no rollout for %.0f s: collectors %s still collect, or wait for resources of the cluster.",
-                waited,
-                sorted(set(self._pending.values())),
-            )
-
     def _receive(self, ref: Any, worker: int) -> Any:
         """Return the rollout of a collector, or raise its error."""
+        demand = None if self._answer_times.has_started(worker) else demand_of(self.remote_configs)
         try:
-            return self._ray.get(ref)
+            return wait_for(self._ray, ref, WaitWarning(self._ray, f"the rollout of collector {worker}", demand))
         except self._ray.exceptions.RayTaskError as error:
             cause = error.cause
             if isinstance(cause, EnvironmentFault):
                 raise cause.with_prefix(f"In collector worker {worker}: ") from None
-            if isinstance(cause, ServiceFault):
+            if isinstance(cause, ClusterFault | ServiceFault):
                 raise cause from None
             if isinstance(cause, ImportError):
                 raise ClusterFault(
@@ -219,6 +214,18 @@ class RayCollector(WorkersCollector):
                     "Install it on each machine, or send it: ray_init_config={'runtime_env': {'py_modules': [...]}}."
                 ) from error
             raise RuntimeError(f"Collector worker {worker} failed:\n\n{error}") from None
+        except death_errors(self._ray) as error:
+            if not has_failed_to_start(error):
+                raise
+            raise ClusterFault(
+                f"Collector worker {worker} cannot start: {last_line(error)}. Install the same versions on all "
+                "machines."
+            ) from error
+        except self._ray.exceptions.RayError as error:
+            raise ClusterFault(
+                f"Collector worker {worker} cannot run in the cluster: {one_line(error).rstrip('.')}. Check "
+                "remote_configs and ray_init_config."
+            ) from error
 
     def _request_all(self) -> None:
         for _ in range(self.rollouts_in_flight):
@@ -237,28 +244,23 @@ class RayCollector(WorkersCollector):
         check_resources(self._ray, self.num_workers, self.remote_configs)
         self._publish_weights(self.policy_version)
         self._num_begun, self._failures = self._yielded.tolist(), [0] * self.num_workers
-        self._actors = [self._build_actor(worker) for worker in range(self.num_workers)]
-        self._check_versions()
+        self._answer_times = AnswerTimes(self._ray, demand_of(self.remote_configs))
+        self._actors = [self._start_actor(worker) for worker in range(self.num_workers)]
         if not self.sync:
             self._request_all()
+
+    def _start_actor(self, worker: int) -> Any:
+        self._answer_times.starts(worker)
+        return self._build_actor(worker)
 
     def _build_actor(self, worker: int) -> Any:
         # If Ray restarted actors, they would use the seeds and rollout numbers of the first start again.
         actor_class = self._ray.remote(RolloutActor).options(max_restarts=0, max_task_retries=0, **self.remote_configs)
-        arguments = sys.path, self._payload(worker), worker, self.num_workers, self._num_begun[worker]
+        versions = installed_versions()
+        arguments = sys.path, self._payload(worker), worker, self.num_workers, self._num_begun[worker], versions
         if self.service is None:
             return actor_class.remote(*arguments)
         return actor_class.remote(*arguments, self.service.writer(f"worker {worker}"), self.service.excluded_keys)
-
-    def _check_versions(self) -> None:
-        local_versions = installed_versions()
-        for worker, actor in enumerate(self._actors):
-            for name, remote_version in self._receive(actor.installed_versions.remote(), worker).items():
-                if remote_version != local_versions[name]:
-                    raise ClusterFault(
-                        f"Collector worker {worker} must have {name} {local_versions[name]} as on this machine, got "
-                        f"{remote_version}. Install the same versions on all machines."
-                    )
 
     def _replace(self, worker: int, error: Exception) -> None:
         """Replace an actor that has died, or keep an actor that is reachable again."""
@@ -275,7 +277,7 @@ class RayCollector(WorkersCollector):
             num_lost = self._drop_pending(worker)
             logger.warning("collector worker %d died (%.200s); a new worker replaces it.", worker, reason)
             self._ray.kill(self._actors[worker])
-            self._actors[worker] = self._build_actor(worker)
+            self._actors[worker] = self._start_actor(worker)
             self.lost_envs.extend(range(worker * self.num_envs, (worker + 1) * self.num_envs))
         self.lost_frames += num_lost * self.frames_per_batch
         for _ in range(self.rollouts_in_flight):
@@ -285,9 +287,10 @@ class RayCollector(WorkersCollector):
         """Return True if an unreachable actor answers again."""
         unreachable = self._ray.exceptions.ActorUnavailableError
         deadline = time.monotonic() + _RECONNECT_TIMEOUT
+        warning = WaitWarning(self._ray, f"collector {worker} to be reachable again")
         while isinstance(error, unreachable) and time.monotonic() < deadline:
             try:
-                self._ray.get(self._actors[worker].installed_versions.remote(), timeout=_RECONNECT_TIMEOUT)
+                wait_for(self._ray, self._actors[worker].ping.remote(), warning, deadline)
                 return True
             except (self._ray.exceptions.RayActorError, self._ray.exceptions.GetTimeoutError) as new_error:
                 error = new_error
@@ -322,7 +325,7 @@ class RayCollector(WorkersCollector):
         if not actors or not self._ray.is_initialized():
             return
         closing = [actor.close.remote() for actor in actors]
-        closed, _ = self._ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_TIMEOUT)
+        closed = ready_within(self._ray, closing, _CLOSE_TIMEOUT)
         faults = []
         for worker, ref in enumerate(closing):
             if ref in closed:
@@ -330,7 +333,7 @@ class RayCollector(WorkersCollector):
                     self._receive(ref, worker)
                 except EnvironmentFault as fault:
                     faults.append(fault)
-                except self._ray.exceptions.RayError:
+                except (self._ray.exceptions.RayError, ClusterFault):
                     pass  # the actor has died
         for actor in actors:
             self._ray.kill(actor)

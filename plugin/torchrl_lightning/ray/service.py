@@ -25,12 +25,12 @@ from torchrl_lightning._core.trust import ConfigSafe
 from torchrl_lightning._core.validators import boolean, check_defaults, integer
 from torchrl_lightning.ray._serialization import BatchUpdate, SampledBatches, as_arrays, pack_batch, unpack_batch
 from torchrl_lightning.ray._service_actor import SNAPSHOT_NAME, ServiceActor, buffer_properties
-from torchrl_lightning.ray._service_writer import ServiceWriter, call_shard, current_caller
+from torchrl_lightning.ray._service_writer import ServiceWriter, Shard, call_shard, current_caller
+from torchrl_lightning.ray._waits import demand_of
 from torchrl_lightning.ray.cluster import ServiceFault, connect, installed_versions
 from torchrl_lightning.ray.rate_limiter import RateLimiter
 from torchrl_lightning.replay import ExperienceBuffer
-from torchrl_lightning.replay.builders import excluded_keys, find_prioritized
-from torchrl_lightning.replay.row_order import time_major
+from torchrl_lightning.replay.builders import excluded_keys, find_prioritized, time_major
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +135,7 @@ class ReplayService(ConfigSafe):
         self._ray: Any = None
         self._owns_ray = False
         self._actors: list[Any] = []
+        self._shards: list[Shard] = []
         self._owner: Any = None  # an actor that ends with this run and marks the service as in use
         self._resumed: list[Path | None] = [None] * self.shards
         self._writer: ServiceWriter | None = None
@@ -162,7 +163,7 @@ class ReplayService(ConfigSafe):
 
     def __len__(self) -> int:
         if self.running and not any(size for size, *_ in self._counts):
-            self._counts = [call_shard(actor.status.remote) for actor in self._actors]
+            self._counts = [call_shard(shard, "the size", shard.actor.status.remote) for shard in self._shards]
         return sum(size for size, *_ in self._counts)
 
     def metrics(self) -> dict[str, float]:
@@ -180,14 +181,14 @@ class ReplayService(ConfigSafe):
         self._start()
         num_envs = self.buffer.parts[2].num_envs
         ring_length = self.buffer.storage.max_size // num_envs
-        return ServiceWriter(self._actors, num_envs, name, self.unacknowledged, ring_length)
+        return ServiceWriter(self._shards, num_envs, name, self.unacknowledged, ring_length)
 
     def extend(self, data: TensorDictBase, env_ids: torch.Tensor | None = None) -> None:
         """Write steps in the format of :meth:`ExperienceBuffer.extend`. They may arrive only after the next call."""
         if self._writer is None:
             self._writer = self.writer(f"rank {this_rank()}")
         ids = list(range(self.buffer.parts[2].num_envs)) if env_ids is None else env_ids.tolist()
-        rows = time_major(data, len(ids), None, self.buffer.time_dim).clone()  # a collector may reuse its memory
+        rows = time_major(data, len(ids), None).clone()  # a collector may reuse its memory
         cut = [env for env in ids if env in self._cut_envs]
         compares = self.buffer.writer.check_successors
         self._writer.write(as_arrays(rows.reshape(-1, len(ids)).transpose(0, 1)), ids, cut, compares)
@@ -269,11 +270,11 @@ class ReplayService(ConfigSafe):
                 raise
 
         send = partial(self._request, shard, number)
-        sampled = call_shard(send, pending=ref, check_wait=check_wait)
+        sampled = call_shard(self._shards[shard], "batches", send, pending=ref, check_wait=check_wait)
         if not sampled.batches:  # rows may have been lost, or written since the request
             if self._writer is not None:
                 self._writer.wait_until_written(shard)
-            sampled = call_shard(send, waits, check_wait=check_wait)
+            sampled = call_shard(self._shards[shard], "batches", send, waits, check_wait=check_wait)
         self._note_answer(shard, sampled)
         if not sampled.batches:
             self._pending_calls.appendleft((None, shard, served_at_request))
@@ -285,7 +286,7 @@ class ReplayService(ConfigSafe):
         if self._writer is not None:
             self._writer.wait_until_written(shard)
         arguments = (self._client, number), current_caller(), self._has_other_writers
-        call_shard(self._actors[shard].check_wait.remote, *arguments)
+        call_shard(self._shards[shard], "the check of a wait", self._actors[shard].check_wait.remote, *arguments)
 
     def _note_answer(self, shard: int, sampled: SampledBatches) -> None:
         has_restarted = self._start_times[shard] not in (0, sampled.start_time)
@@ -319,7 +320,10 @@ class ReplayService(ConfigSafe):
         """Write snapshots if the service runs with a folder. Return the newest snapshots' location or None."""
         if self.running and self.folder is not None:
             self._send_pending()
-            names = [call_shard(actor.snapshot.remote, "checkpoint") for actor in self._actors]
+            names = [
+                call_shard(shard, "the snapshot for a checkpoint", shard.actor.snapshot.remote, "checkpoint")
+                for shard in self._shards
+            ]
             self._resumed = [_shard_folder(self.folder, shard) / name for shard, name in enumerate(names)]
         first = self._resumed[0]
         folder = None if first is None else str(first.parents[1])
@@ -376,9 +380,14 @@ class ReplayService(ConfigSafe):
         if self.keep and not self.join:
             self._owner = self._claim_name()
         self._actors = [running_actors[shard] or self._build_actor(shard, name) for shard, name in enumerate(names)]
+        demand = demand_of(self.remote_configs)
+        self._shards = [
+            Shard(actor, f"shard {shard} of the replay service {self.name!r}", None if is_running else demand)
+            for shard, (actor, is_running) in enumerate(zip(self._actors, running_actors, strict=True))
+        ]
         changed_ratios = set()
-        for actor, running_actor in zip(self._actors, running_actors, strict=True):
-            running = call_shard(actor.describe.remote)
+        for shard, running_actor in zip(self._shards, running_actors, strict=True):
+            running = call_shard(shard, "the start", shard.actor.describe.remote, starts=True)
             self._check_running(running)
             changed_ratios |= {running.get("changed_ratio")} if running_actor is None else set()
         if changed_ratios - {None}:
@@ -442,7 +451,8 @@ class ReplayService(ConfigSafe):
         for shard, updates in enumerate(self._updates):
             if updates:
                 self._updates[shard] = []
-                call_shard(self._actors[shard].apply_feedback.remote, updates)
+                apply = self._actors[shard].apply_feedback.remote
+                call_shard(self._shards[shard], "the feedback for batches", apply, updates)
 
     def shutdown(self) -> None:
         """End the service unless ``keep`` or ``join`` is set, and disconnect from the cluster if it has connected.
