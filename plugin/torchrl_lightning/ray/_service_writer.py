@@ -246,7 +246,9 @@ class ShardWriter:
         self._has_other_readers |= has_other_readers
         while self._unacknowledged and self._unacknowledged[0][0] < acknowledged:
             _, rows, env_ids, *_ = self._unacknowledged.popleft()
-            self._acknowledged_steps[env_ids] += len(next(iter(rows.values())))
+            steps = self._acknowledged_steps.copy()  # Ray makes the arrays of a sent object read-only
+            steps[env_ids] += len(next(iter(rows.values())))
+            self._acknowledged_steps = steps
         if self.written < self._num_sent - len(self._unacknowledged):
             self._begin_session(start)
 
@@ -262,7 +264,7 @@ class ShardWriter:
             self._name,
         )
         self._session, self.written = secrets.token_hex(8), 0
-        self._acknowledged_steps[:] = 0
+        self._acknowledged_steps = np.zeros_like(self._acknowledged_steps)
         self._cut_envs = set(range(len(self._acknowledged_steps)))
         kept, self._unacknowledged, self._num_sent = list(self._unacknowledged), deque(), 0
         for _, *rollout in kept:
