@@ -129,7 +129,7 @@ MADE: dict[str, Callable[[], Any]] = {
     "RolloutStorage": partial(RolloutStorage, 4),
     "StandardScaler": partial(StandardScaler, "ab"),
     "StopAtScore": partial(StopAtScore, 475.0),
-    "TrialReport": partial(TrialReport, "study", "sqlite:///it.db", [], "folder"),
+    "TrialReport": partial(TrialReport, "study", "sqlite:///it.db", 3, "folder"),
     "VTraceBuffer": partial(VTraceBuffer, 4),
     "VanillaOnPolicyBuffer": partial(VanillaOnPolicyBuffer, 4),
     "WorldModel": lambda: WorldModel(MODEL.ensemble, MODEL.targets),

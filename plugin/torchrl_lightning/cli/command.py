@@ -37,14 +37,12 @@ def run_command(name: str, task: Callable[[Any], float], *, resumes: bool = Fals
     append_working_directory()
     from torchrl_lightning._core.run_names import register_run_name
     from torchrl_lightning.cli.config.compose import run_command_line
-    from torchrl_lightning.cli.error_messages import exit_with_one_line, one_line_errors
+    from torchrl_lightning.cli.error_messages import exit_with_one_line
     from torchrl_lightning.cli.run_folder.folder import with_run_record
 
     register_run_name()
     with exit_with_one_line():
-        run_command_line(
-            name, one_line_errors(task if resumes else with_run_record(task)), sys.argv[1:], resumes=resumes
-        )
+        run_command_line(name, task if resumes else with_run_record(task), sys.argv[1:], resumes=resumes)
 
 
 @contextmanager
@@ -102,3 +100,5 @@ def silence_libraries() -> None:
         ".*GPU available but not used.*",
     ):
         warnings.filterwarnings("ignore", message=message)
+    # A diverged run ends with an error.
+    warnings.filterwarnings("ignore", ".* encountered in ", RuntimeWarning, r"torchrl_lightning\.agents\.analytic")

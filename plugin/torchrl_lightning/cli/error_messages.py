@@ -59,10 +59,7 @@ class UsageError(UserError):
 
 
 def one_line_errors(task: Callable[[Any], float]) -> Callable[[Any], float]:
-    """Wrap a task so that user errors end the program with one line.
-
-    A ``contextmanager`` decorator is not used, because it contains a generator, and sweeps cannot pickle generators.
-    """
+    """Wrap a task so that user errors end the program with one line."""
 
     @wraps(task)
     def one_line_task(cfg: Any) -> float:
@@ -98,7 +95,7 @@ def exit_with_one_line() -> Iterator[None]:
         yield
     except (UserError, OSError, RuntimeError) as error:
         message = str(error) if isinstance(error, UserError) else resource_error(error) or storage_error(error)
-        if message is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
+        if message is None or shows_tracebacks():
             raise
         sys.exit(f"error: {plain_message(message)}")
     except KeyboardInterrupt:
@@ -109,6 +106,11 @@ def exit_with_one_line() -> Iterator[None]:
             raise
         print("terminated", file=sys.stderr)
         sys.exit(128 + signal.SIGTERM)
+
+
+def shows_tracebacks() -> bool:
+    """Return True if the user has set HYDRA_FULL_ERROR=1."""
+    return os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
 def plain_message(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Each run of a sweep is composed with its own groups, all before the first one begins; options may come anywhere."""
+"""Each run of a sweep is composed with its own groups; options may come anywhere."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def sweep(folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
             run_command("train", task, resumes=True)
         except SystemExit as end:
             said = end.code
-    return runs, said if isinstance(said, str) else complained.getvalue() if said else ""
+    return runs, f"{complained.getvalue()}{said if isinstance(said, str) else ''}" if said else ""
 
 
 def chosen(runs: list[dict[str, Any]], group: str) -> list[str]:
@@ -124,13 +124,23 @@ WRONG: list[tuple[list[str], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=lambda value: str(value))
-def test_run_that_cannot_be_composed_is_named_before_the_first_begins(
+def test_run_that_cannot_be_composed_is_named_and_the_others_run(
     arguments: list[str], message: str, tmp_path: Path
 ) -> None:
     runs, error = sweep(tmp_path, "--multirun", *arguments)
+    lines = error.strip().splitlines()
+    assert re.search(message, lines[0]), error
+    if runs:
+        assert len(runs) == 1
+        assert lines[1:] == ["error: 1 of 2 runs failed."]
+    else:  # a mistake in every run
+        assert len(lines) == 1
+
+
+def test_mistake_in_every_run_of_a_sweep_is_counted_in_its_line(tmp_path: Path) -> None:
+    runs, error = sweep(tmp_path, "--multirun", "sed=0,1,2")
     assert runs == []
-    assert re.search(message, error), error
-    assert "\n" not in error.strip()
+    assert error == "error: in the run sed=0: sed: unknown setting; did you mean seed? 3 of 3 runs failed."
 
 
 def test_folder_of_a_sweep_and_its_record_keep_the_command(tmp_path: Path) -> None:

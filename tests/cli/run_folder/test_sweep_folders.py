@@ -7,12 +7,8 @@ import csv
 import numpy as np
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
 from cli.commands import TINY
-from kit.forks import held_by_another
-from torchrl_lightning.cli.run_folder.folder import locked
-from torchrl_lightning.cli.run_folder.sweep_folders import SearchFolder
 from torchrl_lightning.plotting.trials import read_trials, table
 
 optuna = pytest.importorskip("optuna")
@@ -63,27 +59,3 @@ def test_search_continues_with_the_same_command_and_ends_bad_runs_early(run, tmp
     assert {tuple(line.split()) for line in told[1:]} == {
         (str(limit), f"{limit:.1f}", "-" if end is None else str(end)) for limit, end in zip(limits, ended, strict=True)
     }
-
-
-def test_continued_search_marks_trials_of_killed_runs_as_failed(tmp_path, caplog):
-    storage = f"sqlite:///{tmp_path / 'study.db'}"
-    sweeper = {"study_name": "mine", "storage": storage}
-    config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}, "sweeper": sweeper}})
-    SearchFolder().on_multirun_start(config)  # there is no study yet
-    study = optuna.create_study(study_name="mine", storage=storage)
-    for name in ("killed", "writing", "trained", "elsewhere", None):
-        trial = study.ask()
-        if name is not None:
-            trial.set_user_attr("folder", str(tmp_path / name))
-        if name == "trained":
-            trial.set_user_attr("trained", True)
-        if name not in ("elsewhere", None):
-            (tmp_path / name / ".hydra").mkdir(parents=True)
-            with locked(tmp_path / name):
-                pass
-
-    with held_by_another(tmp_path / "writing", tmp_path / "holder"):
-        SearchFolder().on_multirun_start(config)
-    study = optuna.load_study(study_name="mine", storage=storage)
-    assert [trial.state.name for trial in study.trials] == ["FAIL", *["RUNNING"] * 4]
-    assert f"trial 0 has failed: its run, in {tmp_path / 'killed'}, was killed." in caplog.text

@@ -49,7 +49,14 @@ from torchrl_lightning.cli.config.resume import (
     set_process_settings,
 )
 from torchrl_lightning.cli.config.validate import read_checkpoint_file
-from torchrl_lightning.cli.error_messages import SWEEP_NOTE, UsageError, exit_with_one_line, read_options, run_hydra
+from torchrl_lightning.cli.error_messages import (
+    SWEEP_NOTE,
+    UsageError,
+    exit_with_one_line,
+    one_line_errors,
+    read_options,
+    run_hydra,
+)
 
 # A number such as 1e5. Hydra reads it as a float, but the setting may be an integer.
 _POWER_OF_TEN = re.compile(r"(?<=[=,])\d+(?:\.\d+)?[eE]\+?\d{1,2}(?=,|$)")
@@ -328,7 +335,7 @@ def run_command_line(name: str, task: Callable[[Any], Any], arguments: list[str]
     if options.hydra_help or options.version or options.experimental_rerun:
         # Hydra's parser expects all settings after the options.
         sys.argv[1:] = [argument for argument in arguments if argument not in options.overrides] + options.overrides
-        hydra_main(str(CONF_DIR), name)(task)()
+        hydra_main(str(CONF_DIR), name)(one_line_errors(task))()
         return
     selected = (options.run, options.multirun, options.cfg, options.info, options.shell_completion)
     if sum(map(bool, selected)) > 1:
@@ -351,9 +358,11 @@ def _run(hydra: Any, config_name: str, options: Namespace, task: Callable[[Any],
     elif options.shell_completion:
         hydra.shell_completion(config_name, overrides)
     elif options.multirun or hydra.config_loader.mode(config_name, overrides) == RunMode.MULTIRUN:
-        hydra.multirun(config_name, task, [*overrides, "hydra.mode=MULTIRUN"])
+        from torchrl_lightning.cli.sweeps.launcher import run_sweep
+
+        run_sweep(hydra, config_name, task, [*overrides, "hydra.mode=MULTIRUN"])
     else:
-        hydra.run(config_name, task, overrides)
+        hydra.run(config_name, one_line_errors(task), overrides)
 
 
 def _compose_resumed(

@@ -79,13 +79,27 @@ def has_lock(folder: Path) -> bool:
     return (folder / _LOCK_FILE).is_file()
 
 
-def is_abandoned(folder: Path) -> bool:
-    """Return True if a training run has started in a folder, but its process has ended."""
-    try:
-        check_unlocked(folder)
-    except UsageError:
-        return False
-    return has_lock(folder)
+def is_locked(path: Path) -> bool:
+    """Return True if another process holds the lock of a file. Without support for locks, return True."""
+    if fcntl is None:
+        return True
+    with path.open() as file:
+        try:
+            # A shared lock, so that two processes that check the same file at the same time do not see each other.
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Wait for the lock of a file, and hold the lock within the block."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "r+", opener=_open_lock) as file:
+        if fcntl is not None:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+        yield
 
 
 def is_follower() -> bool:
