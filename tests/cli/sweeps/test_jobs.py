@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import io
 import logging
 import os
 import pickle
@@ -16,37 +14,11 @@ from unittest import mock
 
 import pytest
 from hydra.core.hydra_config import HydraConfig
-from joblib.externals.loky import get_reusable_executor
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from cli.commands import unchanged_process
-from kit.store import only_our_schemas
+from cli.sweeps.fake_tasks import sweep
 from torchrl_lightning._core.errors import UserError
-from torchrl_lightning.cli.command import run_command
 from torchrl_lightning.cli.sweeps.jobs import JobError, is_stop, job_error, job_label
-
-
-def sweep(folder: Path, task: Any, *arguments: str, full: bool = False) -> tuple[int, list[str]]:
-    """Run a sweep of a task in a folder; return the status and the lines of stderr."""
-    with (
-        only_our_schemas(),
-        unchanged_process(),
-        contextlib.chdir(folder),
-        mock.patch.dict(os.environ, HYDRA_FULL_ERROR="1" if full else "0"),
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()) as complained,
-        mock.patch.object(sys, "argv", ["torchrl-lightning-train", *arguments]),
-    ):
-        status: Any = 0
-        try:
-            run_command("train", task, resumes=True)
-        except SystemExit as end:
-            status = end.code
-        finally:
-            if "hydra/launcher=joblib" in arguments:
-                get_reusable_executor().shutdown(wait=True)  # the workers keep the environment of their start
-    lines = complained.getvalue().splitlines()
-    return (1, [*lines, status]) if isinstance(status, str) else (status, lines)
 
 
 def ctrl_c_of_lightning() -> None:

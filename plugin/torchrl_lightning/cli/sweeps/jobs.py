@@ -128,12 +128,13 @@ def job_error(error: BaseException, label: str) -> JobError:
 def composition_error(error: Exception, label: str) -> JobError:
     """Return the error of a job that has no valid config, in one line."""
     vars(error).pop("__notes__", None)  # the label replaces the note with the settings of the run
+    failure = job_error(error, label)
     if not isinstance(error, UserError) and isinstance(
         error, HydraException | OmegaConfBaseException | YAMLError | OSError | ValueError
     ):
-        message = format_hydra_error(error, sys.argv[1:])
-        return JobError(f"error: in {label}: {message}", "".join(traceback.format_exception(error)))
-    return job_error(error, label)
+        failure = JobError(f"error: in {label}: {format_hydra_error(error, sys.argv[1:])}", failure.details)
+    failure.__cause__ = error
+    return failure
 
 
 def report(error: JobError) -> None:

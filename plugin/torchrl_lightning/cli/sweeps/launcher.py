@@ -77,7 +77,8 @@ class JobLauncher(Launcher):
             jobs = [[*job, *self._search.overrides(trial)] for job, trial in zip(jobs, trials, strict=True)]
         errors = [self._composition_error(job, label) for job, label in zip(jobs, labels, strict=True)]
         if self._search is None and all(errors) and self.finished == 0:  # a mistake of the command
-            raise UsageError(f"{str(errors[0]).removeprefix('error: ')} {self._count(len(jobs), len(jobs))}")
+            message = f"{str(errors[0]).removeprefix('error: ')} {self._count(len(jobs), len(jobs))}"
+            raise UsageError(message) from errors[0]
         for error in filter(None, errors):
             report(error)
         valid = [index for index, error in enumerate(errors) if error is None]
