@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torchrl_lightning._core.protocols import DataApi
+from torchrl_lightning._core.rank_metrics import reduce_metrics
 from torchrl_lightning._core.ranks import all_gather
 from torchrl_lightning._core.torchrl_compat import logger_connector
 
@@ -44,13 +45,16 @@ def log_over_lightning_steps(trainer: Any) -> None:
     vars(logger_connector(trainer)).pop("log_metrics", None)
 
 
-def publish_metrics(trainer: Any, metrics: Mapping[str, float]) -> None:
+def publish_metrics(trainer: Any, metrics: Mapping[str, float]) -> dict[str, float]:
     """Add metrics to a trainer's ``callback_metrics``, the input of checkpointing and early stopping.
 
-    All ranks must call this together. Each metric is the mean over the ranks that have it, so it is equal on all ranks.
+    All ranks must call this together, also without metrics.
+
+    Returns:
+        The metrics of all ranks, which are equal on all ranks. Log these metrics.
     """
-    rows = all_gather(dict(metrics))
-    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in RESERVED]
-    columns = [[float(row[name]) for row in rows if name in row] for name in names]
-    means = torch.tensor([sum(column) / len(column) for column in columns], dtype=torch.float64)
-    trainer.callback_metrics.update(zip(names, means.unbind(), strict=True))
+    reduced = reduce_metrics(all_gather(dict(metrics)))
+    names = [name for name in reduced if name not in RESERVED]
+    values = torch.tensor([reduced[name] for name in names], dtype=torch.float64)
+    trainer.callback_metrics.update(zip(names, values.unbind(), strict=True))
+    return reduced

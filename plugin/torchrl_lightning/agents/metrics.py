@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import lightning as L
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from torchrl_lightning._core.metric_logging import TRAINING, log_over_clock, log_over_lightning_steps, publish_metrics
 from torchrl_lightning._core.protocols import DataApi
+from torchrl_lightning._core.rank_metrics import LENGTH, RETURN, SUCCESS, ExplainedVariance, Mean, gather_episodes
+from torchrl_lightning._core.ranks import world_size
 from torchrl_lightning._core.torchrl_compat import buffers_of
 from torchrl_lightning._core.validators import Check
 from torchrl_lightning.agents.schedules import progress_of
@@ -46,19 +48,24 @@ class MetricSums:
         self._predictions.append((prediction.detach(), target.detach()))
 
     def explained_variance(self) -> float | None:
-        r"""Return \(1 - \mathrm{Var}(y - \hat y) / \mathrm{Var}(y)\) of all predictions; None if \(y\) is constant."""
+        r"""Return \(1 - \mathrm{Var}(y - \hat y) / \mathrm{Var}(y)\) of all predictions; None if \(y\) is constant.
+
+        With several ranks, the result is NaN if \(y\) is constant, and contains the moments to combine the ranks.
+        """
         if not self._predictions:
             return None
         value, target = (
             torch.cat([tensor.reshape(-1) for tensor in tensors]).double()
             for tensors in zip(*self._predictions, strict=True)
         )
+        if world_size() > 1:
+            return ExplainedVariance.of(value, target)
         unexplained, variance = torch.stack(((target - value).var(correction=0), target.var(correction=0))).tolist()
         return 1.0 - unexplained / variance if variance > 1e-12 else None
 
     def means(self) -> dict[str, float]:
         """Return the means so far; empty if nothing was added since the last ``flush``."""
-        means = {name: _mean(values) for name, values in self._values.items()}
+        means: dict[str, float] = {name: Mean(_mean(values), len(values)) for name, values in self._values.items()}
         explained = self.explained_variance()
         if explained is not None:
             means["explained_variance"] = explained
@@ -97,7 +104,8 @@ class MetricsModule(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.metric_sums = MetricSums()
-        self.last_epoch_metrics: dict[str, float] = {}
+        self.last_epoch_metrics: dict[str, float] = {}  # of all ranks
+        self._evaluated: list[TensorDictBase] = []  # the batches of the current evaluation
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Cache the signature of ``training_step``; inspecting it takes a tenth of Lightning's time in each step."""
@@ -151,17 +159,19 @@ class MetricsModule(L.LightningModule):
 
     def on_validation_start(self) -> None:
         """Publish the means of the epoch so far, so that callbacks can monitor them at the end of this evaluation."""
-        if self.trainer.state.fn == TrainerFn.FITTING and (means := self.metric_sums.means()):
-            publish_metrics(self.trainer, self._with_prefix({**means, **self.epoch_metrics()}))
+        self._evaluated = []
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            means = self.metric_sums.means()
+            # A rank without updates must also call this function, because the other ranks wait for it.
+            publish_metrics(self.trainer, self._with_prefix({**means, **self.epoch_metrics()} if means else {}))
 
     def on_train_epoch_end(self) -> None:
-        """Log the epoch's means over the frames collected so far, and publish them for callbacks.
+        """Log the epoch's means of all ranks over the frames collected so far, and publish them for callbacks.
 
         ``self.log`` would take about 0.4 ms for each key, a tenth of the learning time of a small agent.
         """
-        metrics = self._with_prefix({**self.metric_sums.flush(), **self.epoch_metrics()})
+        metrics = publish_metrics(self.trainer, self._with_prefix({**self.metric_sums.flush(), **self.epoch_metrics()}))
         self.last_epoch_metrics = metrics
-        publish_metrics(self.trainer, metrics)
         step = (DataApi.of(self._data).clock or (self.global_step,))[0]
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=step)
@@ -171,19 +181,45 @@ class MetricsModule(L.LightningModule):
         return {f"{TRAINING}{name}": value for name, value in metrics.items()}
 
     def validation_step(self, batch: TensorDictBase, batch_idx: int) -> None:
-        """Log the returns and the lengths ``[E]`` of finished evaluation episodes, and the success rate if reported."""
-        returns, lengths = batch.get("episode_return").float(), batch.get("episode_length").float()
+        """Log the returns and the lengths ``[E]`` of finished evaluation episodes, and the success rate if reported.
+
+        With several ranks, the metrics are logged at the end of the evaluation, over the episodes of all ranks.
+        """
+        self._evaluated.append(batch)
+        if world_size() == 1:
+            self._log_episodes([batch])
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the metrics of an evaluation that has several batches or ranks; all ranks call this together."""
+        batches, self._evaluated = self._evaluated, []
+        if world_size() > 1 or len(batches) > 1:
+            self._log_episodes(batches)
+
+    def _log_episodes(self, batches: Sequence[TensorDictBase]) -> None:
+        """Log the metrics of the episodes of all ranks."""
+        episodes = gather_episodes(batches)
+        if not len(episodes):
+            return
+        returns = episodes[RETURN]
         metrics: dict[str, Any] = {
             "eval/return": returns.mean(),
             "eval/return_std": returns.std(correction=0),
-            "eval/length": lengths.mean(),
+            "eval/length": episodes[LENGTH].mean(),
         }
-        if "success" in batch:
-            metrics["eval/success"] = batch.get("success").float().mean()
-        self.log_dict(
-            metrics, batch_size=returns.numel(), sync_dist=self.trainer.world_size > 1, on_step=False, on_epoch=True
-        )
+        if SUCCESS in episodes:
+            metrics["eval/success"] = episodes[SUCCESS].double().mean()
+        # The metrics cover all ranks already. These two flags prevent Lightning's reduction, and its warning about it.
+        flags = {"sync_dist": world_size() > 1, "rank_zero_only": world_size() > 1}
+        self.log_dict(metrics, batch_size=returns.numel(), on_step=False, on_epoch=True, **flags)
+
+    def on_test_start(self) -> None:
+        """Begin a test without the batches of an interrupted evaluation."""
+        self._evaluated = []
 
     def test_step(self, batch: TensorDictBase, batch_idx: int) -> None:
         """Log test episodes as :meth:`validation_step` does."""
         self.validation_step(batch, batch_idx)
+
+    def on_test_epoch_end(self) -> None:
+        """Log the metrics of a test as :meth:`on_validation_epoch_end` does."""
+        MetricsModule.on_validation_epoch_end(self)

@@ -230,4 +230,6 @@ class BestCheckpoint(SparseCallback, ModelCheckpoint):
         """Return True if the current score is at least as good as the worst saved score."""
         worst_saved = self.best_k_models.get(self.kth_best_model_path)
         is_tie = worst_saved is not None and current is not None and bool(current == worst_saved)
-        return is_tie or super().check_monitor_top_k(trainer, current)
+        # Lightning reduces its decision over the ranks. A metric of the user may differ, so that only some ranks tie.
+        is_better = super().check_monitor_top_k(trainer, current)
+        return is_better or bool(trainer.strategy.reduce_boolean_decision(is_tie, all=True))

@@ -120,7 +120,8 @@ class FramesProgressBar(SparseCallback, ProgressBar):
         if bar is None or data.clock is None:
             return
         bar.set_description_str(TRAINING, refresh=False)
-        metrics = data.metrics()
+        # With several ranks, the DataModule's metrics cover only this rank.
+        metrics = data.metrics() if trainer.world_size == 1 else trainer.callback_metrics
         returns = {"return": metrics.get("train/return"), "eval": trainer.callback_metrics.get("eval/return")}
         text = {name: f"{float(value):.1f}" for name, value in returns.items() if value is not None}
         if deaths := metrics.get("collector/deaths"):

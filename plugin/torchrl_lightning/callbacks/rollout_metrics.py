@@ -13,7 +13,7 @@ from torchrl_lightning.callbacks.sparse import SparseCallback
 
 
 class RolloutMetricsLogger(SparseCallback):
-    """Log the DataModule's ``metrics()``: returns, lengths, timings, and the buffer's own metrics.
+    """Log the DataModule's ``metrics()`` over all ranks: returns, lengths, timings, and the buffer's own metrics.
 
     The callback writes to the loggers directly, because ``self.log`` takes about 0.4 ms per key, a tenth of a small
     agent's learning time. It also adds the metrics to ``trainer.callback_metrics``, so that other callbacks can monitor
@@ -68,6 +68,6 @@ class RolloutMetricsLogger(SparseCallback):
         metrics = dict(data.metrics())
         metrics[f"{unit}_per_second"] = (count - self._last_count) / max(now - self._last_time, 1e-9)
         self._last_time, self._last_count = now, count
-        publish_metrics(trainer, metrics)
+        metrics = publish_metrics(trainer, metrics)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=count)

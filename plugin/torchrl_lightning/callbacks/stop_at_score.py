@@ -59,11 +59,10 @@ class StopAtScore(SparseCallback):
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
         metrics = trainer.callback_metrics
-        if self.monitor not in metrics:
-            if any(name.startswith(EVALUATION) for name in metrics):
-                raise unknown_metric(self.monitor, metrics)
-            return
-        score = float(metrics[self.monitor])
+        if self.monitor not in metrics and any(name.startswith(EVALUATION) for name in metrics):
+            raise unknown_metric(self.monitor, metrics)
+        score = float(metrics.get(self.monitor, math.nan))
+        # A rank without the metric must also reduce, because the other ranks wait for it.
         if trainer.strategy.reduce_boolean_decision(reaches(score, self.stopping_threshold), all=False):
             trainer.should_stop = True
             logger.info("%s=%.6g reaches stopping_threshold=%.6g.", self.monitor, score, self.stopping_threshold)

@@ -69,23 +69,26 @@ class TrialReport(SparseCallback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """During a fit, report the metric, and end the fit if the pruner rejects the trial."""
         value = trainer.callback_metrics.get(self.monitor)
-        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or value is None:
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
         count, unit = DataApi.of_run(trainer).clock or (trainer.global_step, "updates")
         should_prune = False
-        if self._trial is not None and not math.isnan(value):
+        if self._trial is not None and value is not None and not math.isnan(value):
             try:
                 self._trial.report(float(value), count)
             except RuntimeError as error:
                 self._check_running(error)
                 raise
             should_prune = self.pruner is not None and not trainer.should_stop and self._trial.should_prune()
+        # A rank without the metric must also reduce, because the other ranks wait for it.
         if not trainer.strategy.reduce_boolean_decision(should_prune, all=False):
             return
         trainer.should_stop = True
         for experiment_logger in trainer.loggers:
             experiment_logger.log_metrics({ENDED_EARLY: float(count)}, step=count)
-        logger.info("ended early after %d %s: %s=%.4g is worse than in other trials.", count, unit, self.monitor, value)
+        if value is not None:
+            text = "ended early after %d %s: %s=%.4g is worse than in other trials."
+            logger.info(text, count, unit, self.monitor, value)
 
     def _load_trial(self) -> Any:
         try:

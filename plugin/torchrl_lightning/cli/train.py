@@ -48,6 +48,7 @@ def train(cfg: DictConfig) -> float:
     import lightning as L
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+    from torchrl_lightning._core.rank_metrics import gather_episodes
     from torchrl_lightning._core.rank_stop import rank_stop
     from torchrl_lightning._core.slurm import requeued_on_signal
     from torchrl_lightning.cli.config.changed_settings import ChangedSettings
@@ -112,6 +113,8 @@ def train(cfg: DictConfig) -> float:
 
     checkpoint = load_weights(model, data, trainer, cfg.eval_checkpoint)
     episodes = data.evaluate(model.policy, cfg.eval_episodes)
+    with reported_rank_failures(trainer):
+        episodes = gather_episodes([episodes])
     returns = episodes["episode_return"]
     if trainer.is_global_zero:
         for logger in trainer.loggers:

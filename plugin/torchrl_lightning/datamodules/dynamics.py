@@ -18,8 +18,9 @@ from torchrl_lightning._core.errors import check_compatible
 from torchrl_lightning._core.interrupts import interrupts
 from torchrl_lightning._core.keys import REPEATED
 from torchrl_lightning._core.protocols import CollectorApi, LearnerApi
+from torchrl_lightning._core.rank_metrics import plain_metrics, read_metrics
 from torchrl_lightning._core.settings import Boolean, Positive, PositiveInt, computed, setting
-from torchrl_lightning._core.state import Attribute, Child, bounded_integer, mapping
+from torchrl_lightning._core.state import Attribute, Child, bounded_integer
 from torchrl_lightning._core.torchrl_compat import new_tensordict
 from torchrl_lightning._core.validators import integer, optional
 from torchrl_lightning.datamodules._run.buffer_factories import ReplayBufferFactory
@@ -113,7 +114,7 @@ class DynamicsDataModule(ExperienceDataModule):
     suggested_model, supports_several_ranks = "model=pets (DynamicsEnsemble)", False
     RUN_STATE = {
         **ExperienceDataModule.RUN_STATE,
-        "metrics": Attribute(mapping, "_metrics"),
+        "metrics": Attribute(read_metrics, "_metrics", plain_metrics),
         "split": Child(attribute="split"),
         "fits": Attribute(bounded_integer()),
         "epochs_of_fit": Attribute(bounded_integer()),

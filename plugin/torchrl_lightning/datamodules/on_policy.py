@@ -15,8 +15,9 @@ from torchrl.envs import EnvBase
 from torchrl_lightning._core.errors import check_compatible
 from torchrl_lightning._core.keys import REPLAYED
 from torchrl_lightning._core.protocols import CollectorApi, LearnerApi
+from torchrl_lightning._core.rank_metrics import plain_metrics, read_metrics
 from torchrl_lightning._core.settings import PositiveInt, setting
-from torchrl_lightning._core.state import Attribute, bounded_integer, fields, generator, mapping
+from torchrl_lightning._core.state import Attribute, bounded_integer, fields, generator
 from torchrl_lightning._core.update_batches import UpdateBatches
 from torchrl_lightning._core.validators import integer, optional
 from torchrl_lightning.datamodules._run.buffer_factories import RolloutBufferFactory
@@ -77,7 +78,7 @@ class OnPolicyDataModule(UpdatesDataModule):
     suggested_model = "model=ppo (PPOModule)"
     RUN_STATE = {
         **UpdatesDataModule.RUN_STATE,
-        "metrics": Attribute(mapping, "_metrics"),
+        "metrics": Attribute(read_metrics, "_metrics", plain_metrics),
         "place": Attribute(optional(_POSITION), "_position"),
     }
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torchrl_lightning._core.errors import check_compatible
 from torchrl_lightning._core.interrupts import interrupts
 from torchrl_lightning._core.protocols import CollectorApi, LearnerApi, SourceApi, no_keys
+from torchrl_lightning._core.rank_metrics import Sum
 from torchrl_lightning._core.rank_stop import rank_stop
 from torchrl_lightning._core.ranks import broadcast_from_rank_zero
 from torchrl_lightning._core.settings import PositiveInt, choices, setting
@@ -197,7 +198,7 @@ class ReplayDataModule(UpdatesDataModule):
 
     def metrics(self) -> dict[str, float]:
         """Add the number of updates and, as ``replay/size``, the number of stored steps."""
-        sizes = {} if self.buffer is None else {"replay/size": float(len(self.buffer))}
+        sizes = {} if self.buffer is None else {"replay/size": Sum(len(self.buffer))}
         sizes = sizes if self._row_store is None else self._row_store.metrics()
         return {**super().metrics(), "updates": float(self.updates), **sizes}
 
@@ -429,8 +430,8 @@ class ReplayDataModule(UpdatesDataModule):
             super().close()
 
     def __getstate__(self) -> dict[str, Any]:
-        others = {"_rewritten_keys": no_keys, "_shared_steps": None}  # parts of other objects
-        return {**super().__getstate__(), **others}
+        # Leave out parts of other objects.
+        return {**super().__getstate__(), "_rewritten_keys": no_keys, "_shared_steps": None}
 
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
         """Add class and capacity of the buffer, and the settings of the ratio of frames to updates."""

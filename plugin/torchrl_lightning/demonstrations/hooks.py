@@ -17,6 +17,7 @@ from torchrl.envs import EnvBase
 from torchrl_lightning._core.files import check_writable
 from torchrl_lightning._core.keys import REPLAYED, VALUE
 from torchrl_lightning._core.protocols import EnvsApi
+from torchrl_lightning._core.rank_metrics import Mean, Sum
 from torchrl_lightning._core.ranks import all_gather, broadcast_from_rank_zero, this_rank
 from torchrl_lightning._core.return_threshold import reaches
 from torchrl_lightning._core.state import (
@@ -207,12 +208,14 @@ class DemonstrationHooks(Stateful, RolloutHooks):
         """Return the number of demonstrations, their probabilities, and statistics of the last rollout.
 
         ``demos/D_R`` and ``demos/D_V`` are ``|D_R|`` and ``|D_V|``. ``demos/replayed`` is the share of replayed
-        steps. ``demos/success`` is the share of successes among the agent's finished episodes.
+        steps. ``demos/success`` is the share of successes among the agent's finished episodes. With ``shared_demos``
+        all ranks have the same demonstrations and the same successes.
         """
         rho, phi = self.sampler.probabilities(self.storage)
+        count: type[float] = float if self.settings.shared_demos else Sum
         kinds = {"R": self.storage.reward_demonstrations, "V": self.storage.value_demonstrations}
         values = {
-            **{f"demos/D_{kind}": float(len(demonstrations)) for kind, demonstrations in kinds.items()},
+            **{f"demos/D_{kind}": count(len(demonstrations)) for kind, demonstrations in kinds.items()},
             "demos/rho": rho,
         }
         values["demos/phi"] = phi
@@ -246,7 +249,7 @@ class DemonstrationHooks(Stateful, RolloutHooks):
         for episode in finished:
             miner.add(episode)
         num_own = sum(episode.demonstration is not None for episode in finished)
-        self._success = (self.storage.successes - successes) / num_own if num_own else None
+        self._success = Mean((self.storage.successes - successes) / num_own, num_own) if num_own else None
 
     def _make_miner(self, num_envs: int) -> DemonstrationMiner:
         return DemonstrationMiner(

@@ -12,6 +12,7 @@ import gymnasium
 from tensordict import TensorDict
 from torchrl.envs.utils import ExplorationType
 
+from torchrl_lightning._core.rank_metrics import Sum
 from torchrl_lightning._core.state import Attribute
 from torchrl_lightning._core.validators import boolean, check_defaults, integer
 from torchrl_lightning.collectors.workers import WorkersCollector
@@ -317,7 +318,7 @@ class RayCollector(WorkersCollector):
     def metrics(self) -> dict[str, float]:
         """Return the metrics of all collectors, with the numbers of deaths, restarts and lost frames."""
         counts = {"deaths": self.deaths, "restarts": self.restarts, "lost_frames": self.lost_frames}
-        return {**super().metrics(), **{f"collector/{name}": float(count) for name, count in counts.items()}}
+        return {**super().metrics(), **{f"collector/{name}": Sum(count) for name, count in counts.items()}}
 
     # -- control -----------------------------------------------------------------------------------------------------
     def _stop(self) -> None:

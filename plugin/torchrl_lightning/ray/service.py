@@ -19,6 +19,7 @@ from tensordict.utils import NestedKey
 
 from torchrl_lightning._core.keys import INDEX, MASK, SOURCE
 from torchrl_lightning._core.protocols import SamplerApi
+from torchrl_lightning._core.rank_metrics import Mean, Sum
 from torchrl_lightning._core.ranks import this_rank
 from torchrl_lightning._core.state import sequence, state_error
 from torchrl_lightning._core.trust import ConfigSafe
@@ -169,11 +170,10 @@ class ReplayService(ConfigSafe):
     def metrics(self) -> dict[str, float]:
         """Return the last batch's age in updates, the service's size, and the number of draws per written row."""
         size, inserted, drawn = (sum(counts) for counts in zip(*self._counts, strict=True))
-        return {
-            "replay/batch_age": float(self._batch_age),
-            "replay/size": float(size),
-            "replay/samples_per_insert": drawn / max(inserted, 1),
-        }
+        draws = Mean(drawn / max(inserted, 1), max(inserted, 1))
+        # With ``join``, the ranks of a run draw from one service, and each of them counts the same rows.
+        rows = float(size) if self.join else Sum(size)
+        return {"replay/batch_age": float(self._batch_age), "replay/size": rows, "replay/samples_per_insert": draws}
 
     # -- writing -----------------------------------------------------------------------------------------------------
     def writer(self, name: str) -> ServiceWriter:

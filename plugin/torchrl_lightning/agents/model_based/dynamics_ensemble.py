@@ -221,6 +221,7 @@ class DynamicsEnsemble(WorldModelSettings, LossTermsModule):
 
     def on_validation_epoch_end(self) -> None:
         """Store the improved members, choose the elites, and count the epochs without improvement."""
+        super().on_validation_epoch_end()
         sums, rows, self._error_sums, self._validation_rows = self._error_sums, self._validation_rows, None, 0
         if sums is None:
             return

@@ -9,6 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning._core.keys import REPLAYED
+from torchrl_lightning._core.rank_metrics import Mean, Sum
 from torchrl_lightning._core.state import MAX_COUNT, Attribute, Stateful, sequence, state_error, tensor
 
 
@@ -91,9 +92,9 @@ class FinishedEpisodes(Stateful):
             return {}
         returns, lengths = (torch.cat(tensors) for tensors in zip(*finished, strict=True))
         return {
-            "train/return": returns.mean().item(),
-            "train/length": lengths.double().mean().item(),
-            "train/episodes": float(len(returns)),
+            "train/return": Mean(returns.mean().item(), len(returns)),
+            "train/length": Mean(lengths.double().mean().item(), len(returns)),
+            "train/episodes": Sum(len(returns)),
         }
 
     def forget_unfinished(self, env_ids: Tensor | slice = slice(None)) -> None:
