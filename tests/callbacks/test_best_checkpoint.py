@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import lightning as L
 import pytest
 import torch
@@ -77,3 +79,18 @@ def test_validations_without_episodes_are_skipped(tmp_path):
     run = trainer(tmp_path, max_epochs=3, callbacks=[checkpoint], limit_val_batches=1)
     run.fit(Fitted([]), train_dataloaders=[0], val_dataloaders=[0])
     assert checkpoint.best_model_path == ""
+
+
+@pytest.mark.parametrize(("score", "other", "expected"), [(5.0, True, True), (5.0, False, False), (4.0, True, False)])
+def test_ranks_decide_together_about_equal_scores(score, other, expected, tmp_path):
+    decisions = []
+
+    def reduce(decision, all=True):
+        decisions.append(decision)
+        return decision and other
+
+    checkpoint = BestCheckpoint(tmp_path, "best", monitor="eval/return", mode="max")
+    checkpoint.best_k_models, checkpoint.kth_best_model_path = {"best": torch.tensor(5.0)}, "best"
+    run = SimpleNamespace(strategy=SimpleNamespace(reduce_boolean_decision=reduce))
+    assert checkpoint.check_monitor_top_k(run, torch.tensor(score)) is expected
+    assert decisions == [False, score == 5.0]  # the same number of operations on each rank

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -133,3 +135,21 @@ def test_bar_writes_few_lines_to_a_file_and_none_if_disabled(enabled, lines, tmp
 
     fit(tmp_path, max_epochs=5, callbacks=[Bar(refresh_every=0.0)], enable_progress_bar=True)
     assert len(bar_lines(capsys.readouterr().err)) in lines
+
+
+def test_bar_shows_the_metrics_of_all_ranks(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    own = {"train/return": 1.0, "collector/deaths": 1.0, "demos/D_R": 2.0}
+    data = SimpleNamespace(frames=64, total_frames=128, metrics=lambda: own)
+    combined = {"train/return": 7.5, "eval/return": 3.0, "collector/deaths": 4.0, "demos/D_R": 6.0}
+    metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in combined.items()}
+    for world_size, expected in (
+        (1, "return=1.0, eval=3.0, deaths=1, D_R=2"),
+        (2, "return=7.5, eval=3.0, deaths=4, D_R=6"),
+    ):
+        run = SimpleNamespace(datamodule=data, world_size=world_size, callback_metrics=metrics)
+        bar = FramesProgressBar(refresh_every=0.0)
+        bar.on_train_start(run, None)
+        bar.on_fit_end(run, None)
+        assert expected in bar_lines(terminal.text)[-1]

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import math
 import pickle
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
 import yaml
 from hydra.utils import instantiate
+from lightning.pytorch.trainer.states import TrainerFn
 
 from kit.runs import trainer
 from torchrl_lightning import StopAtScore
@@ -82,6 +84,26 @@ def test_monitor_that_no_evaluation_logs_is_refused_at_the_first_one(tmp_path):
 
 def test_user_metric_is_monitored(tmp_path):
     assert epochs_until_the_end(StopAtScore(1.0, monitor="mine"), Scored([0.0, 1.0], "mine"), tmp_path) == 2
+
+
+@pytest.mark.parametrize("metrics", [{}, {"train/return": 3.0}, {"mine": 0.0}, {"mine": math.nan}, {"mine": 2.0}])
+def test_rank_without_the_score_reduces_as_the_others(metrics):
+    decisions = []
+
+    def reduce(decision, all):
+        decisions.append((decision, all))
+        return True  # another rank reaches the score
+
+    run = SimpleNamespace(
+        state=SimpleNamespace(fn=TrainerFn.FITTING),
+        sanity_checking=False,
+        should_stop=False,
+        callback_metrics={name: torch.tensor(value) for name, value in metrics.items()},
+        strategy=SimpleNamespace(reduce_boolean_decision=reduce),
+    )
+    StopAtScore(1.0, monitor="mine").on_validation_end(run, None)
+    assert decisions == [(metrics.get("mine") == 2.0, False)]
+    assert run.should_stop
 
 
 def test_callback_can_be_pickled():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
 from kit.actor_critic import fit
 from torchrl_lightning import TrialReport
@@ -100,3 +101,25 @@ def test_run_ends_if_the_pruner_rejects_it(study, tmp_path):
     _, trainer = fit(tmp_path, max_epochs=5, callbacks=[report(study, trial, tmp_path, pruner=Ends())], **EVALUATED)
     assert trainer.current_epoch == 2
     assert list(study.trials[0].intermediate_values) == [64, 128]
+
+
+@pytest.mark.parametrize("metrics", [{}, {"eval/return": torch.tensor(2.0)}])
+def test_rank_without_the_metric_reduces_as_the_others(metrics, study, tmp_path):
+    decisions = []
+
+    def reduce(decision, all):
+        decisions.append((decision, all))
+        return True  # rank 0 ends the run
+
+    run = SimpleNamespace(
+        state=SimpleNamespace(fn=TrainerFn.FITTING),
+        sanity_checking=False,
+        should_stop=False,
+        global_step=7,
+        loggers=[],
+        callback_metrics=metrics,
+        strategy=SimpleNamespace(reduce_boolean_decision=reduce),
+    )
+    report(study, study.ask(), tmp_path).on_validation_end(run, None)
+    assert decisions == [(False, False)]
+    assert run.should_stop

@@ -29,6 +29,7 @@ def completed(folder: Path, frames: int, *settings: str) -> Path:
     run = RankRun.of_command(folder, *settings, f"data.total_frames={frames}")
     try:
         assert run.status() == 0, run.lines()
+        assert any("over 4 episodes" in line for line in run.lines()), run.lines()  # two of each rank
     finally:
         run.kill()
     return run.last

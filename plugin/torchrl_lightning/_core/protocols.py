@@ -281,7 +281,7 @@ class DataApi(_View):
         record_video: Write a video of one episode of a policy in ``eval_env``.
         has_imagined_rows: Return whether batches contain rows that a learner's world model imagines.
         check_state: Validate a state of a checkpoint before it is loaded.
-        metrics: Return the metrics of the last rollout or epoch.
+        metrics: Return the metrics of this rank's last rollout or epoch.
         episode_metrics: The names of metrics that exist from the first finished episode on.
     """
 

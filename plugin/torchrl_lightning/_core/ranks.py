@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 Value = TypeVar("Value")
+_SMALL, _HEADER = 8192, 8  # bytes of the first operation, and bytes of the value's size in front of the value
 _LOST = re.compile(r"(closed|reset) by peer|gloo/.*Broken pipe|ncclRemoteError|remote process exited", re.IGNORECASE)
 
 
@@ -36,12 +39,34 @@ def broadcast_from_rank_zero(value: Value) -> Value:
 
 
 def all_gather(value: Value) -> list[Value]:
-    """Return the values of all ranks, ordered by rank; a list of one value without a process group."""
+    """Return the values of all ranks, ordered by rank; a list of one value without a process group.
+
+    A small value, such as a row of metrics, needs one collective operation on the CPU, and other values need two.
+    """
     if not is_distributed():
         return [value]
-    values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
-    return values
+    if dist.get_backend() != dist.Backend.GLOO:  # the tensors must be on the backend's device
+        values: list[Any] = [None] * world_size()
+        dist.all_gather_object(values, value)
+        return values
+    data = bytearray(pickle.dumps(value))
+    start = bytearray(len(data).to_bytes(_HEADER, "little")) + data[: _SMALL - _HEADER]
+    rows = _gather_bytes(start, _SMALL)
+    sizes = [int.from_bytes(row[:_HEADER], "little") for row in rows]
+    if max(sizes) > _SMALL - _HEADER:
+        rows = _gather_bytes(data, max(sizes))
+    else:
+        rows = [row[_HEADER:] for row in rows]
+    return [pickle.loads(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+
+def _gather_bytes(data: bytearray, size: int) -> list[memoryview]:
+    """Return the bytes of all ranks, padded to ``size``."""
+    padded = torch.zeros(size, dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+    rows = [torch.empty_like(padded) for _ in range(world_size())]
+    dist.all_gather(rows, padded)
+    return [memoryview(row.numpy()) for row in rows]
 
 
 def is_lost_rank(error: BaseException) -> bool:

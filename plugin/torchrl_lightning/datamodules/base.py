@@ -209,7 +209,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         return self.frames, "frames"
 
     def metrics(self) -> dict[str, float]:
-        """Return the last rollout's or epoch's metrics: episode means, seconds (``time/*``), and the parts' metrics."""
+        """Return this rank's metrics of the last rollout or epoch: episode means, seconds, and the parts' metrics."""
         return {**self._clock.metrics(), **self._stream.api.metrics(), **self._metrics}
 
     def setup(self, stage: str) -> None:

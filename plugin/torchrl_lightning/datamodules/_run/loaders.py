@@ -115,11 +115,11 @@ class LoadersDataModule(L.LightningDataModule):
             log_over_lightning_steps(self.trainer)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last rollout or epoch."""
+        """Return the metrics of this rank's last rollout or epoch."""
         raise NotImplementedError
 
     def publish_metrics(self) -> None:
-        """Publish :meth:`metrics`, averaged over the ranks, for the trainer's callbacks."""
+        """Publish :meth:`metrics`, combined over the ranks, for the trainer's callbacks."""
         if self.trainer is not None:
             publish_metrics(self.trainer, self.metrics())
 
