@@ -11,8 +11,10 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
@@ -42,6 +44,7 @@ from torchrl_lightning.agents.optimizer_states import (
 from torchrl_lightning.agents.schedules import ConstantSchedule, Schedule, as_schedule, progress_of
 
 T = TypeVar("T")
+ZERO_GRAD_HOOK = "on_before_zero_grad"
 
 
 def check_optimizer_factory(value: Any, name: str) -> Any:
@@ -93,6 +96,7 @@ class AgentModule(PickleByValueMixin, MainProcessState, Settings, MetricsModule)
         self._schedule = as_schedule(self.schedule)
         # The keys are the metric names of the gradient norms.
         self._groups: dict[str, OptimizedParameters] = {}
+        self._has_zero_grad_hooks = False
         self.passed_dry_run = False
         self._unchecked_states: Any = None
 
@@ -284,11 +288,13 @@ class AgentModule(PickleByValueMixin, MainProcessState, Settings, MetricsModule)
         return [self._schedule]
 
     def on_train_start(self) -> None:
-        """Call ``on_train_epoch_start`` if a resumed run starts a new epoch.
+        """Look for ``on_before_zero_grad`` hooks; call ``on_train_epoch_start`` if a resumed run starts a new epoch.
 
         Lightning skips ``on_train_epoch_start`` if the checkpoint was saved after the last batch of an epoch. If the
         run resumes inside an epoch, the restored state stays unchanged.
         """
+        owners = (self, *self._trainer_callbacks)
+        self._has_zero_grad_hooks = any(is_overridden(ZERO_GRAD_HOOK, owner) for owner in owners)
         loop: Any = self.trainer.fit_loop.epoch_loop
         is_over = loop.batch_progress.current.processed >= self.trainer.num_training_batches
         if is_over and not loop.val_loop.restarted_mid_evaluation:  # a validation run is still part of the epoch
@@ -317,6 +323,8 @@ class AgentModule(PickleByValueMixin, MainProcessState, Settings, MetricsModule)
         step counter.
         """
         is_scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        if self._has_zero_grad_hooks and not inner:
+            self._call_zero_grad_hooks()
         for group in self._groups.values():
             group.clear()
         idle = self.idle_parameters() if self.trainer.world_size > 1 else []
@@ -333,8 +341,24 @@ class AgentModule(PickleByValueMixin, MainProcessState, Settings, MetricsModule)
             group.gather()
         return self.step_optimizers(inner=inner)
 
+    @property
+    def _trainer_callbacks(self) -> list[Any]:
+        trainer: Any = self.trainer
+        return list(trainer.callbacks)
+
+    def _call_zero_grad_hooks(self) -> None:
+        """Call the hooks that Lightning calls only under automatic optimization, before the backward pass."""
+        for optimizer in self._optimizers():
+            for callback in self._trainer_callbacks:
+                if (hook := getattr(callback, ZERO_GRAD_HOOK)) is not None:  # callbacks remove hooks with None
+                    hook(self.trainer, self, optimizer.optimizer)
+            self.on_before_zero_grad(optimizer.optimizer)
+
     def step_optimizers(self, *, inner: bool = False) -> dict[str, Tensor]:
-        """Step all optimizers on the current gradients; return the gradient norms before clipping."""
+        """Step all optimizers on the current gradients; return the gradient norms before clipping.
+
+        The trainer counts one step, with any number of optimizers.
+        """
         norms: dict[str, Tensor] = {}
         plugin: Any = self.trainer.precision_plugin
         is_scaled = getattr(plugin, "scaler", None) is not None
@@ -344,6 +368,8 @@ class AgentModule(PickleByValueMixin, MainProcessState, Settings, MetricsModule)
                 optimizer = optimizers[number]
                 if self.max_grad_norm is not None:
                     norms[name] = group.clip(self.max_grad_norm)
+                if not inner and number:
+                    optimizer._on_before_step = optimizer._on_after_step = do_nothing_closure
                 if not inner:
                     optimizer.step()
                 elif scaler is None:

@@ -53,7 +53,7 @@ def train(cfg: DictConfig) -> float:
     from torchrl_lightning._core.slurm import requeued_on_signal
     from torchrl_lightning.cli.config.changed_settings import ChangedSettings
     from torchrl_lightning.cli.config.init_from import load_init_from
-    from torchrl_lightning.cli.config.instantiate import SaveConfig, build_part, check_parts
+    from torchrl_lightning.cli.config.instantiate import SaveConfig, build_part, check_parts, trainer_errors
     from torchrl_lightning.cli.config.resume import check_checkpoint, config_diff, needs_trust
     from torchrl_lightning.cli.rank_failures import reported_rank_failures
     from torchrl_lightning.deploy.weights import bounded_tensors
@@ -105,7 +105,8 @@ def train(cfg: DictConfig) -> float:
     for logger in trainer.loggers:
         logger.log_hyperparams(save_config.config)
     start = time.perf_counter()
-    with reported_rank_failures(trainer), requeued_on_signal() if trainer.world_size == 1 else rank_stop.requeued():
+    signals = requeued_on_signal() if trainer.world_size == 1 else rank_stop.requeued()
+    with reported_rank_failures(trainer), signals, trainer_errors(cfg):
         trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
         if trainer.received_sigterm:  # the signal came during the last batch
             raise SIGTERMException

@@ -223,7 +223,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
             check_precision(self.trainer)
         self.seed = check_seed(self.seed)
         if stage == "fit":
-            check_surroundings(self.trainer, self._learner, self)
+            check_surroundings()
             self._user_collector_options()  # validates the user's collector before anything is built
             self._environments.get_or_build()
             if self.make_collector is None and self.trainer is not None:

@@ -16,7 +16,7 @@ from torchrl_lightning._core.state import Attribute, bounded_integer
 from torchrl_lightning._core.update_batches import UpdateBatches
 from torchrl_lightning._core.validators import integer, optional
 from torchrl_lightning.datamodules._run.loaders import Batches, batches_served
-from torchrl_lightning.datamodules._run.trainer_checks import val_check_interval
+from torchrl_lightning.datamodules._run.trainer_checks import check_batches, val_check_interval
 from torchrl_lightning.datamodules._run.trainer_hooks import StepHooks, outside_autocast
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 
@@ -197,6 +197,13 @@ class UpdatesDataModule(ExperienceDataModule):
         if self._learner is not None:
             self._step_size.begin(self._learner)
             self._hooks.attach(self._learner.trainer)
+
+    def check_trainer(self, trainer: Any, learner: Any, stage: str = "fit") -> None:
+        """Also validate that the trainer's limits leave a batch."""
+        super().check_trainer(trainer, learner, stage)
+        if stage == "fit":
+            size = 1 if isinstance(self.updates_per_step, str) else self.updates_per_step  # limits turn "auto" into 1
+            check_batches(trainer, -(-self.resolved_updates_per_epoch // size), 1)
 
     def train_dataloader(self) -> Batches:
         """Return the loader of training steps."""

@@ -135,7 +135,7 @@ def to_vector_array(entries: list[Tensor]) -> Array:
 
 def _check_run(agent: Any, methods: Sequence[str]) -> None:
     """Raise Unsupported for custom updates, backward hooks, compilation, several ranks, a GPU or other precision."""
-    trainer, hooks = agent.trainer, ("on_before_backward", "on_after_backward")
+    trainer, hooks = agent.trainer, ("on_before_zero_grad", "on_before_backward", "on_after_backward")
     if (
         any(is_overridden(hook, owner) for owner in (agent, *trainer.callbacks) for hook in hooks)
         or agent.compiled

@@ -23,7 +23,6 @@ from torchrl_lightning.agents.base import AgentModule
 from torchrl_lightning.agents.dry_run import NetworkFault, network_errors
 from torchrl_lightning.cli.config.resume import module_factory, plain
 from torchrl_lightning.cli.error_messages import UsageError
-from torchrl_lightning.datamodules._run.trainer_checks import check_trainer
 from torchrl_lightning.deploy.loading import CONFIG
 from torchrl_lightning.environments.install_hint import install_hint
 
@@ -63,16 +62,16 @@ def check_parts(
     ``compare`` compares the networks with a checkpoint before the networks are allocated. If a trainer is given, the
     test also includes the trainer's settings, its number of ranks, and a forward and a backward pass.
     """
-    if trainer is not None:
-        with setting_errors(cfg, "trainer"):
-            check_launcher(trainer)
-            check_sweep(trainer)
-            check_trainer(trainer, model, data)
-        data.trainer = trainer  # the number of ranks decides which settings fit
-    setting = "data"
+    setting = "trainer"
     # The test must not advance the random generator of the run.
     with torch.random.fork_rng(devices=[]):
         try:
+            if trainer is not None:
+                check_launcher(trainer)
+                check_sweep(trainer)
+                data.check_trainer(trainer, model)
+                data.trainer = trainer  # the number of ranks decides which settings fit
+            setting = "data"
             for argument in data.check_fit(model):
                 setting = f"data.{argument}"
             setting = "model"
@@ -104,6 +103,17 @@ def check_sweep(trainer: Trainer) -> None:
             "start the sweep again. Set trainer.devices=1 and trainer.strategy=auto, or start the runs one by one "
             "without --multirun."
         )
+
+
+@contextmanager
+def trainer_errors(cfg: DictConfig) -> Iterator[None]:
+    """Convert errors of a trainer whose settings or callbacks do not fit the run to a UsageError."""
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    try:
+        yield
+    except (IncompatibleError, MisconfigurationException) as error:
+        raise UsageError(describe(cfg, "trainer", error)) from error
 
 
 @contextmanager

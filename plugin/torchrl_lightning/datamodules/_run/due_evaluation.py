@@ -101,9 +101,16 @@ class DueEvaluation(SparseCallback):
         """Record the beginning of an evaluation."""
         self._is_running, self._count = True, int(self.data.num_evaluations)
 
-    def end(self) -> None:
-        """Record the end of an evaluation; end the run if nothing is left to do."""
+    def end(self, *, counts: bool) -> None:
+        """Record the end of an evaluation; end the run if nothing is left to do.
+
+        Args:
+            counts: False for the evaluation of a sanity check. The next evaluation then uses the same seeds, so that
+                the check changes no later score.
+        """
         self._is_running = False
+        if not counts:
+            self.data.num_evaluations = self._count
         if self._resumes:
             self._resumes = False
             self.data.stop_if_finished()
@@ -120,4 +127,4 @@ class _EvaluationBounds(SparseCallback):
         self._due_evaluation.begin()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._due_evaluation.end()
+        self._due_evaluation.end(counts=not trainer.sanity_checking)

@@ -19,6 +19,7 @@ from torchrl_lightning._core.rank_stop import rank_stop
 from torchrl_lightning._core.tree import is_tensordict
 from torchrl_lightning.datamodules._run.due_evaluation import DueEvaluation
 from torchrl_lightning.datamodules._run.frames import FrameClock
+from torchrl_lightning.datamodules._run.trainer_checks import check_trainer
 from torchrl_lightning.datamodules.networks import get_learner
 
 logger = logging.getLogger(__name__)
@@ -99,9 +100,17 @@ class LoadersDataModule(L.LightningDataModule):
     """Metrics that :meth:`metrics` returns after the first finished training episode."""
 
     def setup(self, stage: str) -> None:
-        """Use the frame count as the step of the trainer's loggers."""
+        """Validate the trainer, and use the frame count as the step of its loggers."""
         if self.trainer is not None:
+            self.check_trainer(self.trainer, self._learner, stage)
             log_over_clock(self.trainer)
+
+    def check_trainer(self, trainer: Any, learner: Any, stage: str = "fit") -> None:
+        """Validate a trainer's callbacks and settings; raise IncompatibleError if one of them cannot work.
+
+        The command and :meth:`setup` call this method.
+        """
+        check_trainer(trainer, learner, self, stage)
 
     def teardown(self, stage: str) -> None:
         """Restore Lightning's own step for the loggers."""
@@ -201,6 +210,13 @@ class LoadersDataModule(L.LightningDataModule):
         if self.trainer is None or self.trainer.should_stop or not self._is_finished():
             return False
         self._stop()
+        if not self.trainer.fit_loop._can_stop_early:
+            logger.warning(
+                "total_frames=%d is exceeded, because min_epochs=%s and min_steps=%s of the trainer continue the run.",
+                self._clock.total,
+                self.trainer.min_epochs,
+                self.trainer.min_steps,
+            )
         return True
 
     def _stop(self) -> None:

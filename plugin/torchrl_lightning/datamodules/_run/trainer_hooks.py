@@ -16,6 +16,7 @@ from torchrl_lightning._core.interrupts import interrupts
 from torchrl_lightning._core.protocols import LearnerApi
 from torchrl_lightning._core.rank_stop import rank_stop
 from torchrl_lightning.callbacks.sparse import SparseCallback
+from torchrl_lightning.datamodules._run.adapted_callbacks import AdaptedCallbacks
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,12 @@ class DataHooks(SparseCallback):
         super().__init__()
         self.data = data
         self._monitors = WaitingMonitors()
+        self._adapted = AdaptedCallbacks(data)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Adapt Lightning's callbacks for a fit."""
+        if stage == "fit" and self.is_active_in(trainer):
+            self._adapted.attach(trainer, pl_module)
 
     def attach(self, trainer: Any) -> None:
         """Insert this callback before all others of a trainer, once."""
@@ -100,16 +107,18 @@ class DataHooks(SparseCallback):
                 )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Enable the waiting callbacks again, also after an evaluation; exit if Ctrl-C was pressed meanwhile."""
+        """Release other callbacks, also after an evaluation; exit if Ctrl-C was pressed meanwhile."""
         self._monitors.release()
+        self._adapted.release()
         if stage == "fit":
             rank_stop.end(self.data)
         if stage == "fit" and interrupts.release(self.data):
             raise SystemExit(1)  # like Lightning after Ctrl-C; from here on, Lightning ignores Ctrl-C
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Enable the waiting callbacks again, and let this rank report the failure."""
+        """Release other callbacks, and let this rank report the failure."""
         self._monitors.release()
+        self._adapted.release()
         if self.is_active_in(trainer):
             rank_stop.keep_process()
 
