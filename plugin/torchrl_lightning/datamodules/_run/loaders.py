@@ -210,19 +210,21 @@ class LoadersDataModule(L.LightningDataModule):
         if self.trainer is None or self.trainer.should_stop or not self._is_finished():
             return False
         self._stop()
-        if not self.trainer.fit_loop._can_stop_early:
-            logger.warning(
-                "total_frames=%d is exceeded, because min_epochs=%s and min_steps=%s of the trainer continue the run.",
-                self._clock.total,
-                self.trainer.min_epochs,
-                self.trainer.min_steps,
-            )
         return True
 
     def _stop(self) -> None:
-        """Stop training after the current step, if there is a trainer."""
-        if self.trainer is not None:
-            self.trainer.should_stop = True
+        """Stop training after the current step, if there is a trainer; log a warning if a minimum continues the run."""
+        trainer: Any = self.trainer
+        if trainer is None:
+            return
+        if self._clock.is_exhausted and not trainer.should_stop and not trainer.fit_loop._can_stop_early:
+            logger.warning(
+                "total_frames=%d is exceeded, because min_epochs=%s and min_steps=%s of the trainer continue the run.",
+                self._clock.total,
+                trainer.min_epochs,
+                trainer.min_steps,
+            )
+        trainer.should_stop = True
 
     def _is_finished(self) -> bool:
         """Return whether nothing is left to collect or to learn from."""
