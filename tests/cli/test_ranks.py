@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from cli.commands import TINY, Done, last_line
 from kit.runs import trainer
 from kit.store import composed_run
+from torchrl_lightning._core.checksums import add_checksums
 from torchrl_lightning.cli.config.instantiate import build_part, check_parts
 from torchrl_lightning.cli.error_messages import UsageError
 
@@ -34,7 +36,9 @@ Run = Callable[..., Done]
 def error_line(run: Run, folder: Path, *arguments: str) -> str:
     """Return the only line about a command that is refused before anything is trained."""
     done = run("train", *arguments, "hydra.run.dir=run", "hydra.sweep.dir=run", expect=1)
-    (line,) = (line for line in done.stderr.splitlines() if "[HYDRA]" not in line)
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, lines
+    (line,) = lines
     assert line.startswith("error: "), done.stderr
     assert not list((folder / "run").glob("**/*.ckpt"))
     return line
@@ -107,3 +111,17 @@ def test_settings_that_do_not_fit_two_ranks_are_refused_before_they_start(messag
 def test_settings_that_fit_only_several_ranks_are_accepted(tmp_path: Path) -> None:
     settings = ["data.checkpoint_buffer=inside", f"data.buffer_dir={tmp_path}"]  # ranks store their buffers beside it
     checked_on_two_ranks(tmp_path, *STREAMS["dqn"], *settings)
+
+
+def test_checkpoint_of_two_ranks_is_continued_on_one_by_the_remedy(
+    trained: tuple[Path, str], run: Run, tmp_path: Path
+) -> None:
+    stored = torch.load(trained[0] / "checkpoints" / "last.ckpt", weights_only=True)
+    stored["OnPolicyDataModule"]["ranks"] *= 2
+    add_checksums(stored, "OnPolicyDataModule")
+    torch.save(stored, tmp_path / "two.ckpt")
+    line = run("train", *TINY, "ckpt_path=two.ckpt", expect=1).stderr
+    assert "of 2 rank(s), but this run has 1. Resume with 2 device(s), or start a new run from its weights" in line
+    assert "init_from=CHECKPOINT in a command" in line
+    done = run("train", *TINY, "init_from=two.ckpt", "hydra.run.dir=new")
+    assert last_line(done.stdout)[4] == "512"

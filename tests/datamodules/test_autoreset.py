@@ -170,5 +170,8 @@ def test_reset_rows_that_cannot_be_dropped_are_refused(tmp_path) -> None:
 
     refused(rollouts(env=Lanes(NEXT_STEP), eval_env=Lanes()), "NEXT_STEP.*ReplayDataModule.* accepts it")
     refused(lanes(NEXT_STEP), "on 2 ranks, got AutoresetMode.NEXT_STEP", strategy=of_rank(0, 2))
+    for data in (lanes(SAME_STEP), replay_data(num_envs=N)):  # the remedies
+        fit(tmp_path, data, dqn(), strategy=of_rank(0, 2))
+        assert data.frames > 0
     refused(lanes(NEXT_STEP, buffer=experience(RandomSampler)), "with RandomSampler, got AutoresetMode.NEXT_STEP")
     refused(lanes(SAME_STEP, eval_env=Lanes(NEXT_STEP)), "NEXT_STEP")

@@ -131,8 +131,14 @@ def test_ranks_store_their_buffers_beside_the_checkpoint(folder, kept):
 def test_resuming_on_one_rank_is_refused_but_evaluating_is_not(folder):
     half = folder / "memory_half.ckpt"
     module, data = made("memory", folder)
-    with pytest.raises(ValueError, match=r"of 2 rank\(s\), but this run has 1. Resume with 2 device\(s\)"):
+    remedy = r"Resume with 2 device\(s\), or .* build\(specs\)\.load_state_dict\(\.\.\.\) of the module in a script"
+    with pytest.raises(ValueError, match=rf"of 2 rank\(s\), but this run has 1. {remedy}"):
         fit(folder, data, module, half)
+    module, data = made("memory", folder)
+    module.build(data.specs).load_state_dict(torch.load(half, weights_only=True)["state_dict"])
+    loaded = flat(module)
+    fit(folder, data, module, max_epochs=1)
+    assert module.started == loaded != flat(module)
     module, data = made("memory", folder)
     (scores,) = trainer(folder, limit_val_batches=1).validate(module, data, ckpt_path=half, verbose=False)
     assert data.frames == torch.load(half, weights_only=True)["ReplayDataModule"]["ranks"][0]["frames"]

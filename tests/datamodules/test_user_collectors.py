@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+from torchrl.collectors import Collector
+from torchrl.envs import GymEnv
 
 from kit.actor_critic import fit, rollouts
 from kit.counting import RandomEnv
@@ -48,6 +50,22 @@ def test_same_data_on_all_ranks_is_refused(collector, message, tmp_path) -> None
         collected(tmp_path, 0, 2, collector=collector)
     first, second = (collected(tmp_path, seed=seed, collector=collector)["observation"] for seed in range(2))
     assert first.equal(second)  # their own seed counts
+
+
+def test_remedy_for_a_collector_without_a_seed_collects_different_data_on_ranks(tmp_path) -> None:
+    def collector(policy, seed):
+        env = GymEnv("CartPole-v1", categorical_action_encoding=True)
+        options = {"frames_per_batch": 8, "total_frames": -1, "auto_register_policy_transforms": False}
+        result = Collector(env, policy, **options)
+        result.set_seed(seed)
+        return result
+
+    def first_rollout(rank):
+        data = rollouts(num_envs=1, frames_per_batch=8, mini_batch_size=8, num_epochs=1, collector=collector)
+        fit(tmp_path, data, max_epochs=1, strategy=of_rank(rank, 2))
+        return data.buffer.rollout["observation"]
+
+    assert not (first_rollout(0) == first_rollout(1)).any()
 
 
 def test_resets_at_each_batch_reach_the_collector(tmp_path) -> None:

@@ -79,6 +79,7 @@ def state_of_rank(states: list[dict[str, Any]], rank: int, world_size: int) -> d
     if len(states) != world_size:
         raise ValueError(
             f"the checkpoint has the experience state of {len(states)} rank(s), but this run has {world_size}. "
-            f"Resume with {len(states)} device(s), or load only the weights."
+            f"Resume with {len(states)} device(s), or start a new run from its weights: init_from=CHECKPOINT in a "
+            "command, build(specs).load_state_dict(...) of the module in a script."
         )
     return states[rank]
