@@ -23,8 +23,14 @@ from kit.demonstrated_runs import ppo
 from kit.fake_data import Loader
 from kit.ranks import Report, fit_ranks, reports, run_ranks
 from kit.replay import dqn, replay_data
-from kit.runs import trainer
-from torchrl_lightning import BestCheckpoint, MLPNetwork, PPOModule, ReplayDataModule, RolloutMetricsLogger
+from kit.runs import SaveAt, trainer
+from torchrl_lightning import (
+    BestCheckpoint,
+    MLPNetwork,
+    PPOModule,
+    ReplayDataModule,
+    RolloutMetricsLogger,
+)
 from torchrl_lightning._core.ranks import this_rank
 
 ENVS, FRAMES, EPOCHS, EPISODES = 2, 32, 4, 4
@@ -219,6 +225,19 @@ def test_deviation_of_several_batches_covers_all_episodes(tmp_path: Path) -> Non
 def _episodes(returns: torch.Tensor) -> TensorDict:
     lengths = torch.full(returns.shape, 3)
     return TensorDict({"episode_return": returns, "episode_length": lengths}, returns.shape)
+
+
+def test_restored_metrics_keep_their_rules(tmp_path: Path) -> None:
+    module, data = on_policy(1, is_late=False, offset=0.0)
+    save, settings = SaveAt(tmp_path / "end.ckpt", "on_train_epoch_end"), {"max_epochs": 1, "limit_val_batches": 1}
+    trainer(tmp_path, callbacks=[save], **settings).fit(module, datamodule=data)
+    expected = data.metrics()
+    module, data = on_policy(1, is_late=False, offset=0.0)
+    trainer(tmp_path, **settings).fit(module, datamodule=data, ckpt_path=tmp_path / "end.ckpt")
+    restored = data.metrics()
+    assert restored == expected
+    assert list(map(type, restored.values())) == list(map(type, expected.values()))
+    assert restored["train/return"].weight == expected["train/return"].weight == restored["train/episodes"] > 0
 
 
 class UpdatesOfFirstRank(PPOModule):

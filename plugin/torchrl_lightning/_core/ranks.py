@@ -53,20 +53,17 @@ def all_gather(value: Value) -> list[Value]:
     start = bytearray(len(data).to_bytes(_HEADER, "little")) + data[: _SMALL - _HEADER]
     rows = _gather_bytes(start, _SMALL)
     sizes = [int.from_bytes(row[:_HEADER], "little") for row in rows]
-    if max(sizes) > _SMALL - _HEADER:
-        rows = _gather_bytes(data, max(sizes))
-    else:
-        rows = [row[_HEADER:] for row in rows]
+    rows = [row[_HEADER:] for row in rows] if max(sizes) <= _SMALL - _HEADER else _gather_bytes(data, max(sizes))
     return [pickle.loads(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
 
-def _gather_bytes(data: bytearray, size: int) -> list[memoryview]:
+def _gather_bytes(data: bytearray, size: int) -> list[bytes]:
     """Return the bytes of all ranks, padded to ``size``."""
     padded = torch.zeros(size, dtype=torch.uint8)
     padded[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
     rows = [torch.empty_like(padded) for _ in range(world_size())]
     dist.all_gather(rows, padded)
-    return [memoryview(row.numpy()) for row in rows]
+    return [row.numpy().tobytes() for row in rows]
 
 
 def is_lost_rank(error: BaseException) -> bool:

@@ -208,9 +208,16 @@ class MetricsModule(L.LightningModule):
         }
         if SUCCESS in episodes:
             metrics["eval/success"] = episodes[SUCCESS].double().mean()
-        # The metrics cover all ranks already. These two flags prevent Lightning's reduction, and its warning about it.
-        flags = {"sync_dist": world_size() > 1, "rank_zero_only": world_size() > 1}
-        self.log_dict(metrics, batch_size=returns.numel(), on_step=False, on_epoch=True, **flags)
+        # The metrics cover all ranks already. The last two arguments prevent Lightning's reduction and its warning.
+        several = world_size() > 1
+        self.log_dict(
+            metrics,
+            batch_size=returns.numel(),
+            on_step=False,
+            on_epoch=True,
+            sync_dist=several,
+            rank_zero_only=several,
+        )
 
     def on_test_start(self) -> None:
         """Begin a test without the batches of an interrupted evaluation."""
