@@ -291,9 +291,7 @@ class ReplayDataModule(UpdatesDataModule):
     def _draw(self, learner: LearnerApi, end: int, update: int) -> TensorDictBase | None:
         """Collect frames for one of the epoch's ``end`` updates; return its batch, or None if the collector ended."""
         start = time.perf_counter()
-        while self._waits_for_frames() or (
-            not len(self.buffer) if self._row_store is None else self._lacks_rows()
-        ):
+        while self._waits_for_frames() or (not len(self.buffer) if self._row_store is None else self._lacks_rows()):
             if not self._collect_frames(learner):
                 return None
             if interrupts.between_steps and (interrupts.pending or rank_stop.is_active):
@@ -310,9 +308,8 @@ class ReplayDataModule(UpdatesDataModule):
             if self._normalization.is_on:
                 self._normalization.advance_if_due()
                 self._normalization.normalize_(batch)
-        self._snapshot = None
         self.updates += 1
-        self._is_drawn = True
+        self._snapshot, self._is_drawn = None, True
         self._seconds["time/collect"] += collected - start
         self._seconds["time/sample"] += time.perf_counter() - collected
         if (is_finished := self._is_finished()) or update + 1 == end:
@@ -430,7 +427,6 @@ class ReplayDataModule(UpdatesDataModule):
             super().close()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Leave out parts of other objects.
         return {**super().__getstate__(), "_rewritten_keys": no_keys, "_shared_steps": None}
 
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
