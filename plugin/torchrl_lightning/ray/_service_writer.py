@@ -267,5 +267,5 @@ class ShardWriter:
         self._acknowledged_steps = np.zeros_like(self._acknowledged_steps)
         self._cut_envs = set(range(len(self._acknowledged_steps)))
         kept, self._unacknowledged, self._num_sent = list(self._unacknowledged), deque(), 0
-        for _, *rollout in kept:
-            self._append(*rollout)
+        for _, rows, env_ids, cut_envs, check_successors in kept:
+            self._append(rows, env_ids, cut_envs, check_successors)

@@ -31,7 +31,8 @@ from torchrl_lightning.ray._waits import demand_of
 from torchrl_lightning.ray.cluster import ServiceFault, connect, installed_versions
 from torchrl_lightning.ray.rate_limiter import RateLimiter
 from torchrl_lightning.replay import ExperienceBuffer
-from torchrl_lightning.replay.builders import excluded_keys, find_prioritized, time_major
+from torchrl_lightning.replay.builders import excluded_keys, find_prioritized
+from torchrl_lightning.replay.row_order import time_major
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +189,7 @@ class ReplayService(ConfigSafe):
         if self._writer is None:
             self._writer = self.writer(f"rank {this_rank()}")
         ids = list(range(self.buffer.parts[2].num_envs)) if env_ids is None else env_ids.tolist()
-        rows = time_major(data, len(ids), None).clone()  # a collector may reuse its memory
+        rows = time_major(data, len(ids), None, self.buffer.time_dim).clone()  # a collector may reuse its memory
         cut = [env for env in ids if env in self._cut_envs]
         compares = self.buffer.writer.check_successors
         self._writer.write(as_arrays(rows.reshape(-1, len(ids)).transpose(0, 1)), ids, cut, compares)
