@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +15,12 @@ import pytest
 import torch
 import torchrl._utils
 from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.envs import EnvBase, GymWrapper, ParallelEnv, SerialEnv
 
 from kit.counting import CountingEnv
-from torchrl_lightning import EpisodicReplayBuffer, MBReplayBuffer, PrioritizedSampler, SequenceSampler
+from torchrl_lightning import EpisodicReplayBuffer, MBReplayBuffer, PrioritizedSampler, RolloutBuffer, SequenceSampler
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 
 ENVS, LENGTH, STEPS, GAMMA = 2, 60, 3, 0.5
@@ -277,3 +279,28 @@ def test_buffer_without_a_time_dimension_names_the_remedy() -> None:
     with pytest.raises(ValueError, match="num_envs="):
         fill(Collector, SerialEnv, make(ENVS + 1))
     fill(Collector, SerialEnv, make(ENVS, time_dim=None), total_frames=8, extend_buffer=False)
+
+
+def first_action() -> TensorDictModule:
+    return TensorDictModule(lambda seen: (torch.arange(3) == 0).expand(seen.shape).long(), ["observation"], ["action"])
+
+
+def test_collector_with_only_a_policy_factory_needs_an_example() -> None:
+    example = make(ENVS)
+    fill(Collector, SerialEnv, example)
+    buffer = make(4)
+    with pytest.raises(ValueError, match=r"share\(example=row\)"):
+        fill(MultiSyncCollector, SerialEnv, buffer, policy_factory=first_action)
+    copy.deepcopy(buffer).share(example=example.storage.get(torch.tensor([0])))
+    buffer.share(example=example.storage.get(torch.tensor([0])))
+    fill(MultiSyncCollector, SerialEnv, buffer, policy_factory=first_action)
+    check_streams(buffer, 4)
+    check_returns(buffer)
+
+
+def test_rollout_buffer_is_not_filled_by_several_workers() -> None:
+    buffer = RolloutBuffer(8, num_envs=ENVS, time_dim=1)
+    fill(Collector, SerialEnv, buffer, total_frames=16)
+    assert buffer.storage.num_steps == 8
+    with pytest.raises(ValueError, match="ExperienceBuffer"):
+        fill(MultiSyncCollector, SerialEnv, RolloutBuffer(8, num_envs=ENVS, time_dim=1))

@@ -106,6 +106,17 @@ class StorageBase(NoCheckpointerMixin, LazyTensorStorage):
             self.register_save_hook(value)
         self._checkpointer = self._default_checkpointer()
 
+    def _make_init_directory(self) -> None:
+        # A multi-collector without a policy calls this, so that a worker allocates the cells in files of TorchRL's.
+        self.shared_init = False
+        for name in ("_init_lock", "_init_event"):  # locks, which copies and states cannot contain
+            vars(self).pop(name, None)
+        raise ValueError(
+            f"A {type(self).__name__} must have its memory before a collector starts workers, but this collector has "
+            "only a policy_factory, so the entries of a row are unknown. Call buffer.share(example=row) of an "
+            "ExperienceBuffer first, or also pass policy=."
+        )
+
     @property
     def data(self) -> TensorDictBase | None:
         """All allocated cells, including empty ones, or None before allocation."""
