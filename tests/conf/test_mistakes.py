@@ -6,9 +6,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from torchrl_lightning.cli.config.instantiate import build_part, check_parts
+from torchrl_lightning.cli.config.instantiate import build_part, check_parts, trainer_errors
 from torchrl_lightning.cli.config.validate import check_config
 from torchrl_lightning.cli.error_messages import UsageError
 
@@ -156,6 +157,32 @@ CASES = [
 def test_setting_that_does_not_fit_is_named(composed, groups, setting, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert refused(composed(groups, setting)).startswith(message)
+
+
+TRAINER = {
+    "trainer.accumulate_grad_batches=2": "trainer.accumulate_grad_batches=2: accumulate_grad_batches must be 1, got 2",
+    "trainer.gradient_clip_val=0.5": "trainer.gradient_clip_val=0.5: gradient_clip_val must be None, got 0.5",
+    "trainer.overfit_batches=1": "trainer.overfit_batches=1: overfit_batches must be 0, got 1",
+    "trainer.limit_train_batches=0.001": "trainer.limit_train_batches=0.001: limit_train_batches must be at least",
+    "trainer.limit_val_batches=0.5": "trainer.limit_val_batches=0.5: limit_val_batches must be at least 1",
+    "callbacks.own._target_=lightning.pytorch.callbacks.LearningRateFinder": "callbacks must not contain a LearningR",
+}
+
+
+@pytest.mark.parametrize(("setting", "message"), TRAINER.items())
+def test_setting_of_the_trainer_without_effect_is_named(composed, setting, message):
+    cfg = composed("", setting)
+    data, model = build_part(cfg, "data"), build_part(cfg, "model")
+    callbacks = [build_part(cfg, f"callbacks.{name}") for name in cfg.callbacks]
+    with pytest.raises(UsageError) as error:
+        check_parts(cfg, data, model, trainer=build_part(cfg, "trainer", callbacks=callbacks, logger=[]))
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+def test_error_of_the_trainer_in_a_fit_is_one_line(composed):
+    with pytest.raises(UsageError, match=r"^trainer: .* that has no logger"), trainer_errors(composed()):
+        raise MisconfigurationException("Cannot use a callback with a `Trainer` that has no logger.")
 
 
 def test_advantages_that_the_buffer_standardises_cannot_be_left_as_they_are(composed):

@@ -307,7 +307,9 @@ CALLBACKS: dict[str, Row] = {
     "RichProgressBar": Works(bar, {**of(c.RichProgressBar), "enable_progress_bar": True}),
     "StochasticWeightAveraging": Refused("EMAWeightAveraging", of(partial(c.StochasticWeightAveraging, 1e-3))),
     "SpikeDetection": Refused("automatic_optimization", of(c.SpikeDetection)),
-    "ThroughputMonitor": Works(rows_of("train|batches"), of(partial(c.ThroughputMonitor, lambda batch: 8, separator="|"))),
+    "ThroughputMonitor": Works(
+        rows_of("train|batches"), of(partial(c.ThroughputMonitor, lambda batch: 8, separator="|"))
+    ),
     "Timer": Works(length, of(partial(CountingTimer, timedelta(seconds=6)))),
     "TQDMProgressBar": Works(
         lambda run: (run.callbacks[0].train_progress_bar.n, run.callbacks[0].train_progress_bar.total),  # type: ignore[attr-defined]
@@ -348,7 +350,7 @@ SETTINGS: dict[str, Row] = {
     "strategy": Works(lambda run: type(run.trainer.strategy).__name__, {"strategy": "auto"}),
     "devices": Works(lambda run: run.trainer.world_size, {"devices": 1}),
     "num_nodes": Works(lambda run: run.trainer.num_nodes, {"num_nodes": 1}),
-    "precision": Refused("precision must be", {"precision": "64-true"}),
+    "precision": Works(lambda run: (length(run), run.trainer.precision), {"precision": "bf16-mixed"}),
     "logger": Works(lambda run: len(run.logger.values("eval/return")) == len(run.watch.scores)),
     "callbacks": Works(calls, of(Hooked)),
     "fast_dev_run": Works(lambda run: (length(run), evaluations(run), run.files), {**saved(), "fast_dev_run": 2}),
@@ -385,9 +387,7 @@ SETTINGS: dict[str, Row] = {
         lambda run: (length(run), run.trainer.loggers, run.files),
         {"barebones": True, "logger": None, "log_every_n_steps": None, "enable_checkpointing": None},
     ),
-    "plugins": Works(
-        contents, {**saved(every_n_train_steps=2, save_top_k=-1), "plugins": [AsyncCheckpointIO()]}
-    ),
+    "plugins": Works(contents, {**saved(every_n_train_steps=2, save_top_k=-1), "plugins": [AsyncCheckpointIO()]}),
     "sync_batchnorm": Untried("needs several GPUs"),
     "reload_dataloaders_every_n_epochs": Works(
         lambda run: run.data.loaders, {"prepare": count_loaders, "reload_dataloaders_every_n_epochs": 1}
@@ -403,3 +403,15 @@ TUNER: dict[str, Row] = {
     "lr_find": Refused("Tuner.lr_find must not be used", {"use": search_rate}),
     "scale_batch_size": Refused("Tuner.scale_batch_size must not be used", {"use": search_size}),
 }
+
+VALUES: dict[str, Row] = {
+    "precision=64-true": Refused("precision must be", {"precision": "64-true"}),
+    "overfit_batches=0.5": Refused("^overfit_batches must be 0, got 0.5", {"overfit_batches": 0.5}),
+    "limit_train_batches=0.1": Refused("^limit_train_batches must be at least 0.25", {"limit_train_batches": 0.1}),
+    "limit_val_batches=0.5": Refused("^limit_val_batches must be at least 1", {"limit_val_batches": 0.5}),
+    "val_check_interval=50": Refused("^val_check_interval must be at most 4", {"val_check_interval": 50}),
+    "val_check_interval=3": Refused(
+        "^val_check_interval must be at most 2", {"val_check_interval": 3, "limit_train_batches": 2}
+    ),
+}
+"""Values that are refused, although others of the setting work."""

@@ -18,7 +18,8 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from lightning.pytorch.tuner import Tuner
 
 from datamodules import lightning_rows as rows
-from datamodules.lightning_rows import CALLBACKS, CHECKPOINT, SETTINGS, TUNER, Refused, Untried, Works
+from datamodules.lightning_rows import CALLBACKS, CHECKPOINT, SETTINGS, TUNER, VALUES, Refused, Untried, Works
+from kit.processes import PROJECT
 from kit.runs import trainer
 from kit.supervised import EPOCHS, LEARNERS, STEPS, Run, supervised
 from torchrl_lightning.datamodules._run.trainer_checks import check_trainer
@@ -29,11 +30,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fit.ckpt_path"),
     pytest.mark.filterwarnings("ignore:.*barebones=True"),
 ]
-TABLE = {
-    f"{group}-{name}": row
-    for group, part in {"callback": CALLBACKS, "checkpoint": CHECKPOINT, "trainer": SETTINGS, "tuner": TUNER}.items()
-    for name, row in part.items()
+GROUPS = {
+    "Callbacks": CALLBACKS,
+    "Arguments of `ModelCheckpoint`": CHECKPOINT,
+    "Settings of `Trainer`": SETTINGS,
+    "Methods of `Tuner`": TUNER,
 }
+PAGE = (PROJECT / "examples" / "guide" / "lightning.md").read_text()
+TABLE = {f"{group}-{name}": row for group, part in {**GROUPS, "values": VALUES}.items() for name, row in part.items()}
 learners = pytest.mark.parametrize("make", LEARNERS.values(), ids=LEARNERS)
 
 
@@ -53,6 +57,18 @@ def test_table_is_complete() -> None:
     assert {*CHECKPOINT} == arguments(c.ModelCheckpoint)
     assert {*SETTINGS} == arguments(L.Trainer)
     assert {*TUNER} == {name for name in vars(Tuner) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("heading", GROUPS)
+def test_page_lists_the_table(heading: str) -> None:
+    results = {Works: "works", Refused: "refused", Untried: "untried"}
+    section = PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    found = {
+        name: result
+        for names, result in re.findall(r"^\| (`.*`) \| (\w+) \|", section, flags=re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    assert found == {name: results[type(row)] for name, row in GROUPS[heading].items()}
 
 
 @pytest.mark.parametrize("name", [name for name, row in TABLE.items() if isinstance(row, Works)])
@@ -172,20 +188,10 @@ def test_trainer_is_usable_after_a_refused_search(search: Any, make: Any, tmp_pa
 
 
 @learners
-@pytest.mark.parametrize(
-    ("says", "settings"),
-    [
-        ("limit_train_batches must be at least 0.25", {"limit_train_batches": 0.1}),
-        ("limit_val_batches must be at least 1", {"limit_val_batches": 0.5}),
-        ("val_check_interval must be at most 4", {"val_check_interval": 50}),
-        ("val_check_interval must be at most 2", {"val_check_interval": 3, "limit_train_batches": 2}),
-        ("overfit_batches must be 0, got 0.5", {"overfit_batches": 0.5}),
-    ],
-)
-def test_limits_are_refused_before_training(says: str, settings: Any, make: Any, tmp_path: Path) -> None:
-    run = Run(make, tmp_path, raises=Exception, **settings)
-    assert str(run.error).startswith(says)
-    assert "\n" not in str(run.error)
+def test_throughput_of_several_updates_in_a_step_is_refused(make: Any, tmp_path: Path) -> None:
+    monitor = rows.of(partial(c.ThroughputMonitor, len))
+    run = Run(partial(make, 2), tmp_path, raises=ValueError, **monitor)
+    assert re.search("updates_per_step must be 1 or 'auto' with a ThroughputMonitor, got 2", str(run.error))
     assert run.data.frames == 0
 
 
@@ -199,9 +205,7 @@ def test_limits_of_a_second_fit_count_updates(make: Any, tmp_path: Path) -> None
 
 
 @learners
-def test_minimum_beyond_the_frames_is_announced(
-    make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_minimum_beyond_the_frames_is_announced(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     module, data = make()
     data.total_frames = data._clock.total = 44
     trainer(tmp_path, min_epochs=4, max_epochs=6, limit_val_batches=0).fit(module, datamodule=data)
@@ -244,4 +248,3 @@ def test_rates_and_statistics_keep_the_loggers(make: Any, tmp_path: Path) -> Non
 def test_mixed_precision_is_accepted(make: Any, precision: Any, tmp_path: Path) -> None:
     expected, run = Run(make, tmp_path), Run(make, tmp_path, precision=precision)
     assert torch.equal(expected.watch.weights[-1], run.watch.weights[-1]) == (precision == "32-true")
-

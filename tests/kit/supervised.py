@@ -80,9 +80,7 @@ def deep_q(updates_per_step: Any = 1, **settings: Any) -> tuple[Any, Any]:
 def sac(updates_per_step: Any = 1, **settings: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     sizes = {"num_envs": 2, "batch_size": 8, "updates_per_epoch": STEPS, "warmup_frames": 40, "eval_episodes": 2}
-    data = ReplayDataModule(
-        "Pendulum-v1", buffer=experience(), seed=0, updates_per_step=updates_per_step, **sizes
-    )
+    data = ReplayDataModule("Pendulum-v1", buffer=experience(), seed=0, updates_per_step=updates_per_step, **sizes)
     return SACModule(MLPNetwork([8], "relu"), **{"schedule": "linear", **settings}), data
 
 

@@ -6,10 +6,11 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar
 
-from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar, Timer
+from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar, ThroughputMonitor, Timer
 from tensordict import TensorDictBase
 from torch.nn.parameter import is_lazy
 
+from torchrl_lightning._core.errors import IncompatibleError
 from torchrl_lightning._core.interrupts import interrupts
 from torchrl_lightning._core.rank_stop import rank_stop
 from torchrl_lightning._core.state import Attribute, bounded_integer
@@ -199,11 +200,17 @@ class UpdatesDataModule(ExperienceDataModule):
             self._hooks.attach(self._learner.trainer)
 
     def check_trainer(self, trainer: Any, learner: Any, stage: str = "fit") -> None:
-        """Also validate that the trainer's limits leave a batch."""
+        """Also validate that the trainer's limits leave a batch, and that callbacks can read the batch of a step."""
         super().check_trainer(trainer, learner, stage)
-        if stage == "fit":
-            size = 1 if isinstance(self.updates_per_step, str) else self.updates_per_step  # limits turn "auto" into 1
-            check_batches(trainer, -(-self.resolved_updates_per_epoch // size), 1)
+        if stage != "fit":
+            return
+        size = 1 if isinstance(self.updates_per_step, str) else self.updates_per_step  # limits turn "auto" into 1
+        check_batches(trainer, -(-self.resolved_updates_per_epoch // size), 1)
+        if size > 1 and any(isinstance(callback, ThroughputMonitor) for callback in trainer.callbacks):
+            raise IncompatibleError(
+                f"updates_per_step must be 1 or 'auto' with a ThroughputMonitor, got {size}: the callback reads the "
+                "batch of each step. Leave updates_per_step out."
+            )
 
     def train_dataloader(self) -> Batches:
         """Return the loader of training steps."""

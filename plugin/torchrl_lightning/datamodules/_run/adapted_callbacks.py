@@ -70,7 +70,10 @@ class AdaptedCallbacks:
         return hook
 
     def _log_rates_over_frames(self, monitor: LearningRateMonitor) -> None:
-        log_epoch, log_step = self._over_frames(monitor.on_train_epoch_start), self._over_frames(monitor.on_train_batch_start)
+        log_epoch, log_step = (
+            self._over_frames(monitor.on_train_epoch_start),
+            self._over_frames(monitor.on_train_batch_start),
+        )
         begins_epoch = False
 
         @wraps(monitor.on_train_epoch_start)
@@ -96,7 +99,9 @@ def _save_as_automatic(callback: ModelCheckpoint, learner: Any) -> Hook:
 
     @wraps(original)
     def on_train_batch_end(trainer: Any, pl_module: Any, *arguments: Any, **keywords: Any) -> None:
-        original(trainer, view, *arguments, **keywords)
+        # Lightning saves the weights in ``saved_models`` instead, if a module has them.
+        saves_own_weights = callback._every_n_train_steps and hasattr(pl_module, "saved_models")
+        original(trainer, pl_module if saves_own_weights else view, *arguments, **keywords)
 
     return on_train_batch_end
 

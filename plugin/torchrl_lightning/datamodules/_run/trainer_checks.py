@@ -63,6 +63,11 @@ class _Setting(NamedTuple):
     manual: bool = False
 
 
+def _keeps_weights(strategy: Any) -> bool:
+    """Return whether each rank of a strategy has all weights."""
+    return isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
+
+
 _SETTINGS = (
     _Setting(
         "accumulate_grad_batches",
@@ -90,7 +95,9 @@ _SETTINGS = (
     _Setting(
         "strategy",
         lambda trainer: trainer.strategy,
-        lambda value: isinstance(value, SingleDeviceStrategy | DDPStrategy) and not isinstance(value, DeepSpeedStrategy),
+        lambda value: (
+            isinstance(value, SingleDeviceStrategy | DDPStrategy) and not isinstance(value, DeepSpeedStrategy)
+        ),
         "'auto' or a form of 'ddp'",
         "the policy acts between training steps and needs all weights. Use strategy='ddp' for several devices",
     ),
