@@ -32,7 +32,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
 
 
 def limited(folder: Path | None = None, ratio: float | None = None, error: float | None = None, **settings: Any) -> Any:
-    limits = {"samples_per_insert": ratio, "error_buffer": error}
+    limits: dict[str, Any] = {"samples_per_insert": ratio, "error_buffer": error}
     return ReplayService(service_buffer(), name="it", folder=folder, **limits, **{**ONE_BY_ONE, **settings})
 
 
@@ -91,7 +91,7 @@ def test_changed_ratio_counts_from_the_change(
     second.load_state_dict(state)
     second.writer("nobody")
     lines = rate_lines(caplog)
-    assert [re.match(line, text) is not None for text in lines] == ([] if line is None else [True])
+    assert [re.match(line or "", text) is not None for text in lines] == ([] if line is None else [True])
     start = [counts(ray, number) for number in range(shards)]
     write_and_draw(second, range(20, 60), after[0] or 8.0)
     second.state_dict()
@@ -196,7 +196,7 @@ def test_setting_another_ratio_logs_one_line(caplog: pytest.LogCaptureFixture) -
 
 @pytest.mark.parametrize("how", ["service", "writer", "joined"])
 def test_thread_that_waits_for_its_own_rows_gets_an_error(how: str, ray: FakeRay) -> None:
-    limits = {"ratio": 0.5, "error": 16.0}
+    limits: dict[str, Any] = {"ratio": 0.5, "error": 16.0}
     service = limited(**limits)
     if how == "writer":
         writer = service.writer("mine")
@@ -251,8 +251,9 @@ def test_error_names_the_missing_first_rows(error: float, ray: FakeRay) -> None:
 
 
 def test_thread_waits_for_rows_of_another_thread(ray: FakeRay) -> None:
-    limits = {"ratio": 1.0, "error": 16.0}
-    service, batches = limited(**limits), []
+    limits: dict[str, Any] = {"ratio": 1.0, "error": 16.0}
+    batches: list[Any] = []
+    service = limited(**limits)
     service.extend(service_rows(0))
     other = limited(join=True, **limits)
     other_thread = threading.Thread(target=other.extend, args=(service_rows(0),))

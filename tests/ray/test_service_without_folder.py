@@ -47,6 +47,12 @@ def lost_rows(caplog: pytest.LogCaptureFixture) -> list[int]:
     return [int(number) for number in found]
 
 
+def wait_until_written(service: ReplayService) -> None:
+    """Wait until a service has confirmed its rows."""
+    assert service._writer is not None
+    service._writer.wait_until_written()
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_writer_and_reader_continue_after_a_death(
@@ -73,17 +79,17 @@ def test_overwritten_rows_do_not_count_as_lost(ray: FakeRay, caplog: pytest.LogC
     for number in range(10):
         service.extend(service_rows(number))
     service.extend(service_rows(0)[:1], torch.tensor([0]))
-    service._writer.wait_until_written()
+    wait_until_written(service)
     shard_of(ray).die()
     service.extend(service_rows(10))
     service.extend(service_rows(11))
     assert lost_rows(caplog) == [40]
-    service._writer.wait_until_written()
+    wait_until_written(service)
     shard_of(ray).die()
     service.extend(service_rows(12))
     service.extend(service_rows(13))
     assert lost_rows(caplog) == [2 * ROWS]
-    service._writer.wait_until_written()
+    wait_until_written(service)
     assert stored_times(ray) == {env: list(range(12 * STEPS, 14 * STEPS)) for env in range(ENVS)}
 
 
@@ -164,7 +170,7 @@ def test_returns_over_several_steps_contain_new_rows_only(ray: FakeRay) -> None:
         rows["next", "reward"] += 100.0 if number < 3 else 1.0
         service.extend(rows)
         if number == 2:
-            service._writer.wait_until_written()
+            wait_until_written(service)
             shard_of(ray).die()
     rewards = service.draw(64)["next", "reward"]
     assert set(rewards.flatten().tolist()) <= {1.75, 1.5, 1.0}
@@ -176,7 +182,7 @@ def test_thread_that_only_draws_from_its_lost_rows_gets_an_error(
     service = ReplayService(service_buffer(), name="it", **ONE_BY_ONE)
     for number in range(3):
         service.extend(service_rows(number))
-    service._writer.wait_until_written()
+    wait_until_written(service)
     service.draw(4)  # the next one is already requested
     shard_of(ray).die()
     with pytest.raises(ServiceFault, match=r"^A process that writes and draws waits for itself: at min_size=1 .*\.$"):
@@ -210,7 +216,7 @@ def test_service_that_began_with_another_runs_snapshot_cuts_its_trajectories(
     for number in range(4, 10):
         second.extend(service_rows(number))
         if number == 6:
-            second._writer.wait_until_written()
+            wait_until_written(second)
             shard_of(ray).die()
     assert f"begins with an earlier snapshot: {3 * ROWS} rows of writer" in caplog.text
     assert stored_times(ray)[0] == [*range(4 * STEPS), *range(7 * STEPS, 10 * STEPS)]
@@ -239,6 +245,10 @@ def windows(num_envs: int) -> ExperienceBuffer:
     return ExperienceBuffer(storage=RingStorage(400), sampler=SequenceSampler(8), num_envs=num_envs)
 
 
+def data_of(module: Any) -> Any:
+    return module.trainer.datamodule
+
+
 class Killing(DQNModule):
     """Ends the shard's process after each of these updates."""
 
@@ -246,7 +256,7 @@ class Killing(DQNModule):
     killed_at: tuple[int, ...] = ()
 
     def on_train_batch_end(self, *args: Any, **settings: Any) -> None:
-        if self.trainer.datamodule.updates in self.killed_at:
+        if data_of(self).updates in self.killed_at:
             self.kill()
 
 
