@@ -25,6 +25,7 @@ from kit.runs import trainer
 from kit.specs import TWO_CHOICES
 from torchrl_lightning import BranchedReplay
 from torchrl_lightning._core.errors import IncompatibleError
+from torchrl_lightning._core.launchers import restarts_script
 from torchrl_lightning.agents import DynamicsEnsemble, MBPOModule, MLPNetwork, PPOModule, SACModule
 
 NETWORK = MLPNetwork([8])
@@ -117,6 +118,15 @@ def test_runs_of_other_libraries_are_forked_as_before(tmp_path: Path) -> None:
     before = module.layer.weight.detach().clone()
     trainer(tmp_path, devices=1, strategy="ddp_fork", max_steps=2, limit_val_batches=0).fit(module)
     assert not module.layer.weight.equal(before)
+
+
+def test_only_ranks_that_lightning_starts_restart_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    for devices, strategy in ((2, "auto"), (2, "ddp"), (2, "ddp_find_unused_parameters_true")):
+        assert restarts_script(trainer(devices=devices, strategy=strategy))
+    for devices, strategy in ((1, "auto"), (1, "ddp"), (2, "ddp_spawn")):
+        assert not restarts_script(trainer(devices=devices, strategy=strategy))
+    monkeypatch.setenv("LOCAL_RANK", "0")  # as in a process that another launcher has started
+    assert not restarts_script(trainer(devices=2, strategy="ddp"))
 
 
 def test_one_device_is_the_remedy_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
