@@ -22,6 +22,7 @@ from torchrl_lightning import (
     read_demonstration,
     write_demonstration,
 )
+from torchrl_lightning._core.rank_metrics import Mean, reduce_metrics
 from torchrl_lightning.cli.error_messages import exit_with_one_line
 
 ENVS = 2
@@ -116,6 +117,21 @@ def test_finished_episodes_become_demonstrations_once(tmp_path: Path) -> None:
     assert "demos/replayed" not in figures
     buffer.before_gradients()  # again over the same rollout
     assert len(buffer.reward_demos) == 3
+
+
+@pytest.mark.parametrize(("is_shared", "stored"), [(False, 6.0), (True, 3.0)])
+def test_ranks_add_their_demonstrations_unless_they_share_them(is_shared: bool, stored: float, tmp_path: Path) -> None:
+    human = saved(tmp_path, episode(2))
+    buffer = attached(initial_human_demos_dir=human, total_buffer_demo_capacity=4, shared_demos=is_shared)
+    learned_from(buffer, rollout((0.0, False), (1.0, False), (0.0, True), (0.0, True), value=2.0))
+    figures = buffer.metrics()
+    success = figures["demos/success"]
+    assert success.weight == 4  # type: ignore[attr-defined]
+    both = reduce_metrics([figures, {**figures, "demos/success": Mean(1.0, 12)}])
+    assert both["demos/D_R"] == stored
+    assert both["demos/D_V"] == stored / 3
+    assert both["demos/success"] == (0.5 * 4 + 1.0 * 12) / 16
+    assert both["demos/threshold"] == figures["demos/threshold"]
 
 
 def test_episode_goes_on_over_rollouts_and_keeps_its_largest_value() -> None:

@@ -28,6 +28,7 @@ from kit.states import differences, plain
 from kit.worked import FollowedReplay, constant_policy
 from torchrl_lightning import DQNModule, OnPolicyDataModule, RayCollector, ReplayService, VTraceBuffer
 from torchrl_lightning._core.keys import TRAJ_IDS
+from torchrl_lightning._core.rank_metrics import Sum, reduce_metrics
 from torchrl_lightning.environments.env_errors import WorkerFault
 from torchrl_lightning.ray import ray_collector
 from torchrl_lightning.ray._actor import RolloutActor
@@ -115,6 +116,7 @@ def test_rollouts_have_policy_versions_and_unique_trajectory_ids(make_collector:
         time.sleep(0.05)
         if number >= 9 and all(ids_of_collector.values()):  # one may begin long after the other
             break
+    assert reduce_metrics([collector.metrics(), {"collector/deaths": Sum(2)}])["collector/deaths"] == 2.0
     assert collector.metrics() == {
         "collector/lag": collector.metrics()["collector/lag"],
         "collector/deaths": 0.0,

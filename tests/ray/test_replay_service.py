@@ -27,6 +27,7 @@ from torchrl_lightning import (
     UniformSampler,
 )
 from torchrl_lightning._core.errors import UserError
+from torchrl_lightning._core.rank_metrics import Mean, reduce_metrics
 from torchrl_lightning.ray.cluster import ServiceFault
 
 ENVS, STEPS = 4, 2
@@ -79,7 +80,7 @@ def unacknowledged(writer: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_batches_equal_the_buffers_batches(sampler: str, ray: FakeRay) -> None:
+def test_batches_equal_the_buffers_batches(sampler: str, ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     service, reference = ReplayService(buffer(sampler), name="it", batches_per_call=3), buffer(sampler)
     for number in range(5):
         rows = rollout(number)
@@ -93,6 +94,13 @@ def test_batches_equal_the_buffers_batches(sampler: str, ray: FakeRay) -> None:
         assert (batch.exclude("source") == expected).all()
         batch["time"].zero_()  # memory of its own
     assert service.metrics()["replay/size"] == 40
+    assert reduce_metrics([service.metrics()] * 2)["replay/size"] == 80  # each of two ranks has a service
+    with monkeypatch.context() as patch:
+        patch.setattr(service, "join", True)  # the ranks share one service
+        assert reduce_metrics([service.metrics()] * 2)["replay/size"] == 40
+    draws = service.metrics()["replay/samples_per_insert"]
+    ranks = [{"draws": draws}, {"draws": Mean(0.0, 3 * draws.weight)}]
+    assert reduce_metrics(ranks)["draws"] == pytest.approx(draws / 4)
     service.shutdown()
     assert not ray.actors
 
