@@ -29,6 +29,7 @@ import logging
 import os
 import pickle
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -58,7 +59,6 @@ from gymnasium import spaces
 import ray
 from benchmarks.ray_soak import parent
 from torchrl_lightning import ExperienceBuffer, PrioritizedSampler, RayCollector, ReplayService, RingStorage
-from torchrl_lightning.environments import spawn_seed
 
 COLLECTORS, ENVS, STEPS, BATCH = 2, 2, 8, 16
 SILENCE = 70.0  # seconds between two lines of a learner; the warning comes after 60
@@ -296,6 +296,8 @@ class Round:
             process.wait()
             if self.case == "learner":
                 self.check_nothing_left()
+                if not (self.folder / "state").exists():  # a new run, which refuses the folder of another run
+                    shutil.rmtree(self.folder / "service", ignore_errors=True)
                 self.learner = self._start("learn")
             else:
                 time.sleep(coin.uniform(0.0, 5.0))
@@ -396,10 +398,11 @@ class Round:
         if self.case != "learner" and (shared := [key for key, value in owners.items() if len(value) > 1]):
             yield f"trajectory ids were given twice: {shared[:5]}"
         killed = sum(count for name, count in self.kills.items() if name.startswith("collector"))
-        if self.case != "learner" and notes and notes[-2].get("deaths", killed) != killed:
-            yield f"{killed} collectors were killed, {notes[-2]['deaths']} deaths were counted"
-        if notes and notes[-2].get("lost", 0) > killed * ENVS * STEPS:
-            yield f"{notes[-2]['lost']} frames were lost, {killed} kills may lose {killed * ENVS * STEPS}"
+        last = [note for note in notes if note["event"] == "rollout"][-1]
+        if self.case != "learner" and last["deaths"] != killed:
+            yield f"{killed} collectors were killed, {last['deaths']} deaths were counted"
+        if last["lost"] > killed * ENVS * STEPS:
+            yield f"{last['lost']} frames were lost, {killed} kills may lose {killed * ENVS * STEPS}"
 
     def _check_stored(self, notes: list[dict[str, Any]]) -> Iterator[str]:
         alive, delivered = set(notes[-1]["alive"]), self._delivered(notes)
@@ -433,7 +436,7 @@ def ranks(folder: Path, address: str, coin: random.Random) -> tuple[Counter[str]
     folder.mkdir()
     command = [
         *(sys.executable, "-c", "from torchrl_lightning.cli.train import main; main()"),
-        *("experiment=apex_cartpole", "trainer.devices=2", "trainer.strategy=ddp", "trainer.enable_progress_bar=false"),
+        *("experiment=apex_cartpole", "trainer.devices=2", "trainer.strategy=ddp", "~callbacks.progress_bar"),
         *(f"+data.collector.ray_init_config.address={address}", f"+data.source.ray_init_config.address={address}"),
         *("data.collector.num_collectors=2", "data.num_envs=4", "data.updates_per_epoch=100"),
     ]  # fmt: skip
@@ -455,12 +458,17 @@ def ranks(folder: Path, address: str, coin: random.Random) -> tuple[Counter[str]
                 pass
         return pids
 
+    def is_rank(pid: int) -> bool:
+        return b"experiment=apex_cartpole" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
     process, last = start("data.total_frames=1000000"), run / "checkpoints" / "last.ckpt"
     try:
         wait_until(lambda: last.exists() or process.poll() is not None, 300.0)
         time.sleep(coin.uniform(0.0, 5.0))
-        begun, targets = time.monotonic(), sorted(of_group(process))
-        os.kill(targets[spawn_seed(coin.randrange(99)) % 2 * (len(targets) > 1)], signal.SIGKILL)
+        if process.poll() is not None:
+            return Counter(), ["the run ended before a signal: " + log.read_text().splitlines()[-1]]
+        begun, targets = time.monotonic(), [pid for pid in of_group(process) if is_rank(pid)]
+        os.kill(coin.choice(targets), signal.SIGKILL)
         wait_until(lambda: process.poll() is not None and not of_group(process), SILENCE)
         say(f"ranks: all ended {time.monotonic() - begun:.0f} s after the signal, status {process.returncode}")
         wait_until(lambda: not any(actors(kind) for kind in ACTORS), 60.0)
@@ -528,9 +536,7 @@ def main() -> None:
             killed = processes.kills
         counts.update({f"{case} | {name}": count for name, count in killed.items()})
         faults += [f"{folder}, {case}: {fault}" for fault in wrong]
-        say(
-            f"{case}: {sum(killed.values())} kills ({dict(killed)}), {len(wrong)} faults; {time.monotonic() - began:.0f} s"
-        )
+        say(f"{case}: {dict(killed)}, {len(wrong)} faults; {time.monotonic() - began:.0f} s")
         for fault in wrong:
             say(f"  {fault}")
     pids = [pid for pid, _ in workers()]

@@ -6,14 +6,16 @@ import random
 import re
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from kit.fake_ray import FakeRay, fake_ray
+from kit.fake_ray import FakeRay, RayActorError, fake_ray
 from kit.replay import dqn, fit, replay_data
 from kit.service import (
     ENVS,
@@ -196,10 +198,10 @@ def test_thread_that_only_draws_from_its_lost_rows_gets_an_error(
 @pytest.mark.parametrize("has_folder", [False, True])
 def test_kept_rollouts_are_written_before_a_draw_waits(has_folder: bool, ray: FakeRay, tmp_path: Path) -> None:
     service = ReplayService(service_buffer(), name="it", folder=tmp_path if has_folder else None, **ONE_BY_ONE)
-    shard_of_it = service.writer("nobody")._writers[0]._shard
-    shard_of_it._ended = "it died"  # the request is lost
+    actor = service.writer("nobody")._writers[0]._shard.actor
+    actor._ended = "it died"  # the request is lost
     service.extend(service_rows(0))
-    shard_of_it._ended = ""
+    actor._ended = ""
     assert service.draw(4).shape == (4,)
 
 
@@ -218,6 +220,7 @@ def test_service_that_began_with_another_runs_snapshot_cuts_its_trajectories(
         if number == 6:
             wait_until_written(second)
             shard_of(ray).die()
+    wait_until_written(second)
     assert f"begins with an earlier snapshot: {3 * ROWS} rows of writer" in caplog.text
     assert stored_times(ray)[0] == [*range(4 * STEPS), *range(7 * STEPS, 10 * STEPS)]
     for _ in range(20):
@@ -236,6 +239,32 @@ def test_damaged_snapshot_is_an_error_for_writers_and_readers(ray: FakeRay, tmp_
     for call in (partial(service.extend, service_rows(4)), partial(service.draw, 4), service.state_dict):
         with pytest.raises(ServiceFault, match=r"snapshot .* cannot be read"):
             call()
+
+
+def test_checkpoint_contains_all_rows_although_its_shard_died(ray: FakeRay, tmp_path: Path) -> None:
+    service = ReplayService(service_buffer(), name="it", folder=tmp_path, **ONE_BY_ONE)
+    for number in range(4):
+        service.extend(service_rows(number))
+    actor = shard_of(ray)
+
+    snapshot, deaths = actor.snapshot, []
+
+    def die_first(kind: str) -> Any:
+        if deaths:
+            return snapshot.remote(kind)
+        deaths.append(kind)
+        actor.die()  # before it has written the snapshot
+        failed: Future[Any] = Future()
+        failed.set_exception(RayActorError("it died"))
+        return failed
+
+    actor.snapshot = SimpleNamespace(remote=die_first)
+    state = service.state_dict()
+    service.shutdown()
+    resumed = ReplayService(service_buffer(), name="it", folder=tmp_path)
+    resumed.load_state_dict(state)
+    resumed.writer("nobody")
+    assert stored_times(ray) == {env: list(range(4 * STEPS)) for env in range(ENVS)}
 
 
 # ---------------------------------------------------------------------- as the source of a run

@@ -90,7 +90,7 @@ def call_shard(
             now = time.monotonic()
             if first_failure is None:
                 first_failure = now
-                logger.warning("the replay service died; it starts again (%.200s).", one_line(error))
+                logger.warning("%s died; it starts again (%.200s).", shard.name, one_line(error))
             if now - first_failure > RECONNECT_TIMEOUT or _was_killed(error):
                 raise ServiceFault(f"The replay service has ended and did not restart: {one_line(error)}") from error
             warning.warn_if_due(shard.demand)
@@ -229,8 +229,8 @@ class ShardWriter:
             self._read_receipt(self._call("the receipt", self._send, index, check_wait=check_wait))
         return has_lost
 
-    def _call(self, awaited: str, send: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        return call_shard(self._shard, f"{awaited} for rollouts of {self._name}", send, *args, **options)
+    def _call(self, awaited: str, send: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+        return call_shard(self._shard, f"{awaited} for rollouts of {self._name}", send, *args, **settings)
 
     def _send(self, index: int) -> Any:
         rollout = self._unacknowledged[index]
@@ -256,8 +256,9 @@ class ShardWriter:
         """Log the number of lost rows, and write the kept rollouts as the first rollouts of a new session."""
         num_rows = int(np.minimum(self._acknowledged_steps, self._ring_length).sum())
         logger.warning(
-            "the replay service died and begins %s: %s%d rows of writer %r are lost. It continues with new rows. Set "
-            "folder, so that snapshots keep its rows.",
+            "%s died and begins %s: %s%d rows of writer %r are lost. It continues with new rows. Set folder, so that "
+            "snapshots keep its rows.",
+            self._shard.name,
             start,
             "up to " if self.written else "",
             num_rows,

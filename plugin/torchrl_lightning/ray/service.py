@@ -62,8 +62,8 @@ class ReplayService(ConfigSafe):
         shards: The number of actors. The environments are divided evenly among the actors, so the number of
             environments must be a multiple of ``shards``. Each batch comes from one shard; all shards are used in turn.
         folder: The folder for snapshots. All machines that may run the service must be able to use it. A
-            ``ReplayDataModule`` sets it to ``service`` below the trainer's root folder. With None a crash loses the
-            content, and the run continues with new rows.
+            ``ReplayDataModule`` sets it to ``service`` below the trainer's root folder. With None the service begins
+            empty after a crash. Writers log the number of lost rows, and the run continues with new rows.
         batches_per_call: The number of batches that one call returns.
         calls_in_flight: The number of calls that are pending during learning. With more calls, batches are older when
             they are used.
@@ -293,8 +293,9 @@ class ReplayService(ConfigSafe):
         has_restarted = self._start_times[shard] not in (0, sampled.start_time)
         if has_restarted and not sampled.has_folder and self._writer is None:  # a writer logs its own lost rows
             logger.warning(
-                "the replay service died and begins %s: its rows are lost, %d at the last draw. It continues with new "
-                "rows. Set folder, so that snapshots keep its rows.",
+                "%s died and begins %s: its rows are lost, %d at the last draw. It continues with new rows. Set "
+                "folder, so that snapshots keep its rows.",
+                self._shards[shard].name,
                 sampled.start,
                 self._counts[shard][0],
             )
@@ -321,10 +322,7 @@ class ReplayService(ConfigSafe):
         """Write snapshots if the service runs with a folder. Return the newest snapshots' location or None."""
         if self.running and self.folder is not None:
             self._send_pending()
-            names = [
-                call_shard(shard, "the snapshot for a checkpoint", shard.actor.snapshot.remote, "checkpoint")
-                for shard in self._shards
-            ]
+            names = [self._write_checkpoint(shard) for shard in range(self.shards)]
             self._resumed = [_shard_folder(self.folder, shard) / name for shard, name in enumerate(names)]
         first = self._resumed[0]
         folder = None if first is None else str(first.parents[1])
@@ -332,6 +330,14 @@ class ReplayService(ConfigSafe):
             "folder": folder,
             "snapshots": [None if snapshot is None else snapshot.name for snapshot in self._resumed],
         }
+
+    def _write_checkpoint(self, shard: int) -> str:
+        """Write a snapshot of a shard and return its name. Repeat it if the shard has died and lacks rollouts."""
+        while True:
+            snapshot = self._actors[shard].snapshot.remote
+            name: str = call_shard(self._shards[shard], "the snapshot for a checkpoint", snapshot, "checkpoint")
+            if self._writer is None or not self._writer.wait_until_written(shard):
+                return name
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a snapshot from this run's folder, or else from the folder of the run that wrote the snapshot.
@@ -386,13 +392,13 @@ class ReplayService(ConfigSafe):
             Shard(actor, f"shard {shard} of the replay service {self.name!r}", None if is_running else demand)
             for shard, (actor, is_running) in enumerate(zip(self._actors, running_actors, strict=True))
         ]
-        changed_ratios = set()
-        for shard, running_actor in zip(self._shards, running_actors, strict=True):
+        changed_ratios = []
+        for shard, is_running in zip(self._shards, running_actors, strict=True):
             running = call_shard(shard, "the start", shard.actor.describe.remote, starts=True)
             self._check_running(running)
-            changed_ratios |= {running.get("changed_ratio")} if running_actor is None else set()
-        if changed_ratios - {None}:
-            logger.warning("%s", min(changed_ratios - {None}))
+            changed_ratios += [] if is_running else [running["changed_ratio"]]
+        if any(changed_ratios):
+            logger.warning("%s", next(filter(None, changed_ratios)))
 
     def _build_actor(self, shard: int, name: str) -> Any:
         lifetime = {"lifetime": "detached"} if self.keep else {}
