@@ -398,7 +398,7 @@ def test_timeout_must_be_a_positive_number(timeout: Any) -> None:
         buffer.share(timeout=timeout)
     assert not buffer.shared
     with pytest.raises(ValueError, match=r"timeout.*0"):
-        buffer.share().share(timeout=timeout)
+        buffer.share(example=numbered(1)).share(timeout=timeout)
 
 
 def test_timeout_needs_a_shared_buffer() -> None:

@@ -21,6 +21,7 @@ from torchrl.data import Composite
 from torchrl_lightning._core.mixins import is_spawning
 from torchrl_lightning._core.processes import end_with_parent
 from torchrl_lightning._core.tree import check_tensordict
+from torchrl_lightning._core.validators import optional, positive
 from torchrl_lightning.replay import process_owned
 from torchrl_lightning.replay.locked import LockedBuffer
 from torchrl_lightning.replay.shared_lock import PAUSE, SharedLock
@@ -108,6 +109,7 @@ class ShareableBuffer(LockedBuffer):
                 )
             return super().share(False)
         self.check_shareable()
+        optional(positive)(timeout, "timeout")
         lock = None if self.shared else SharedLock(self._on_lock_acquired, self._before_lock_release, timeout)
         if self.storage.data is None:
             self._reserve_memory(example)
