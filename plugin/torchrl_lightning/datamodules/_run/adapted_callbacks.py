@@ -95,7 +95,8 @@ class AdaptedCallbacks:
 
 def _save_as_automatic(callback: ModelCheckpoint, learner: Any) -> Hook:
     """Return the hook of a checkpoint callback for a module that seems to optimize automatically."""
-    original, view = callback.on_train_batch_end, _AutomaticView(learner)
+    original: Hook = callback.on_train_batch_end
+    view = _AutomaticView(learner)
 
     @wraps(original)
     def on_train_batch_end(trainer: Any, pl_module: Any, *arguments: Any, **keywords: Any) -> None:
