@@ -59,6 +59,11 @@ class InterruptHolder:
             self.pending = self.between_steps = False
             raise KeyboardInterrupt
 
+    def repeat(self) -> None:
+        """Delay a Ctrl-C again that the interpreter has ignored."""
+        if self._owner is not None:
+            self.pending = True
+
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """Let Ctrl-C act immediately within a block that can be aborted without side effects."""

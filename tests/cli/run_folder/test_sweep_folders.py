@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 
 import numpy as np
 import pytest
 import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import OmegaConf
 
-from cli.commands import TINY
+from cli.commands import TINY, unchanged_process
+from cli.test_terminated import JOB
+from kit.store import only_our_schemas
+from torchrl_lightning._core.run_names import register_run_name
+from torchrl_lightning._hydra.compat import initialized
+from torchrl_lightning._hydra.paths import CONF_DIR
+from torchrl_lightning.cli.config.compose import CommandLoader
 from torchrl_lightning.plotting.trials import read_trials, table
 
 optuna = pytest.importorskip("optuna")
@@ -59,3 +69,24 @@ def test_search_continues_with_the_same_command_and_ends_bad_runs_early(run, tmp
     assert {tuple(line.split()) for line in told[1:]} == {
         (str(limit), f"{limit:.1f}", "-" if end is None else str(end)) for limit, end in zip(limits, ended, strict=True)
     }
+
+
+def test_requeued_job_of_a_search_keeps_its_folder(run, tmp_path, monkeypatch):
+    for name, value in JOB.items():
+        monkeypatch.setenv(name, value)
+    folder = tmp_path / "logs" / "train" / "limits"
+    run("train", *SEARCH, "hydra.sweeper.n_trials=1", "data.total_frames=128")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    (record,) = folder.glob("*-job_4242/seed_0/*/.hydra/hydra.yaml")
+    overrides = OmegaConf.load(record).hydra.overrides
+    searched = [line for line in overrides.hydra if line.startswith("hydra.callbacks.search")]
+    assert len(searched) == 2
+    with only_our_schemas(), unchanged_process(), contextlib.chdir(tmp_path):
+        register_run_name()
+        with initialized(str(CONF_DIR), "train") as hydra:
+            loader = CommandLoader(hydra.config_loader, resumes=True)
+            sweep = loader.load_configuration("train", [*SEARCH, "hydra.mode=MULTIRUN"], RunMode.MULTIRUN)
+            sweep.hydra.job.config_name = "train"
+            config = loader.load_sweep_config(sweep, [*overrides.task, *searched])
+            HydraConfig.instance().set_config(config)
+            assert tmp_path / config.hydra.sweep.dir / config.hydra.sweep.subdir == record.parents[1]

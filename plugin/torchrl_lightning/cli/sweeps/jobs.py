@@ -170,7 +170,9 @@ def _check_score(value: Any) -> None:
     """Raise UserError if a score is NaN, which no sweeper can compare."""
     scores = value if isinstance(value, list | tuple) else [value]
     if any(isinstance(score, float) and math.isnan(score) for score in scores):
-        raise UserError("the score of the run must be a number, got nan. Choose settings with which it does not diverge.")
+        raise UserError(
+            "the score of the run must be a number, got nan. Choose settings with which it does not diverge."
+        )
 
 
 @contextmanager

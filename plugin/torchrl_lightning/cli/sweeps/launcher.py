@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
@@ -20,6 +20,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
+from torchrl_lightning._core.interrupts import interrupts
 from torchrl_lightning._core.processes import is_main_thread
 from torchrl_lightning.cli.error_messages import UsageError
 from torchrl_lightning.cli.sweeps.jobs import (
@@ -35,6 +36,33 @@ from torchrl_lightning.cli.sweeps.jobs import (
 from torchrl_lightning.cli.sweeps.search import Search, SearchEnd, open_search
 
 
+class IgnoredInterrupts:
+    """Record each Ctrl-C that the interpreter ignores, because it came within a destructor or a weak reference."""
+
+    def __init__(self) -> None:
+        self._is_interrupted = False
+        self._hook = sys.unraisablehook
+
+    def __enter__(self) -> Self:
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._handle
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.unraisablehook = self._hook
+
+    def _handle(self, unraisable: sys.UnraisableHookArgs) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            self._is_interrupted = True
+            interrupts.repeat()
+        else:
+            self._hook(unraisable)
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if a Ctrl-C was ignored."""
+        if self._is_interrupted:
+            raise KeyboardInterrupt
+
+
 class JobLauncher(Launcher):
     """Launch the jobs of a sweeper with a launcher of Hydra; report failed jobs, and launch the others.
 
@@ -44,6 +72,7 @@ class JobLauncher(Launcher):
         config: The config of the sweep.
         context: Hydra's context.
         search: The search that the jobs belong to, or None.
+        ignored_interrupts: Records each Ctrl-C that the interpreter has ignored.
         raises: Whether the sweeper accepts results that raise their error.
     """
 
@@ -54,10 +83,12 @@ class JobLauncher(Launcher):
         config: DictConfig,
         context: HydraContext,
         search: Search | None,
+        ignored_interrupts: IgnoredInterrupts,
         raises: bool,
     ) -> None:
         self._launcher, self._task, self._config, self._context = launcher, task, config, context
         self._search, self._raises = search, raises
+        self._ignored_interrupts = ignored_interrupts
         overrides = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
         self._fixed = {_key(str(override.input_line)) for override in overrides if not override.is_sweep_override()}
         self.finished = self.failed = 0
@@ -126,6 +157,7 @@ class JobLauncher(Launcher):
                     for result in self._run([job], [label], first + index)
                 ]
             results = [FailedJob(job_error(error, label)) for label in labels]
+        self._ignored_interrupts.check()
         checked = [_checked(result, label) for result, label in zip(results, labels, strict=True)]
         for result in checked:
             if isinstance(result, FailedJob):
@@ -144,7 +176,9 @@ class JobLauncher(Launcher):
     def _count(self, failed: int, jobs: int) -> str:
         if self._search is None:
             return f"{failed} of {jobs} runs failed."
-        limit = f", more than max_failure_rate={self._search.max_failure_rate:g} allows" if self._search.has_ended else ""
+        limit = (
+            f", more than max_failure_rate={self._search.max_failure_rate:g} allows" if self._search.has_ended else ""
+        )
         return f"{failed} of {jobs} trials failed{limit}."
 
 
@@ -169,7 +203,10 @@ def run_sweep(hydra: Any, config_name: str, task: Callable[[Any], Any], override
         search = None
         if "study_name" in config.hydra.sweeper:
             search = stack.enter_context(open_search(implementation, config))
-        launcher = JobLauncher(implementation.launcher, job_task, config, context, search, raises=not is_basic)
+        ignored_interrupts = stack.enter_context(IgnoredInterrupts())
+        launcher = JobLauncher(
+            implementation.launcher, job_task, config, context, search, ignored_interrupts, raises=not is_basic
+        )
         if not isinstance(implementation.launcher, BasicLauncher):
             stack.enter_context(_sigterm_exits())
         implementation.launcher = launcher
