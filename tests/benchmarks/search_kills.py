@@ -28,10 +28,11 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
+from omegaconf import OmegaConf  # noqa: E402
+
 from benchmarks.harness import say  # noqa: E402
 from benchmarks.resume import warm  # noqa: E402
 from kit.forks import Forked  # noqa: E402
-from omegaconf import OmegaConf  # noqa: E402
 
 SIGNALS = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
 DIVERGING, REFUSED = {"model.learning_rate": 1e20}, {"model.clip_epsilon": -1.0}

@@ -53,7 +53,7 @@ def test_run_without_a_running_trial_or_a_study_is_refused(study, tmp_path):
     trial = study.ask()
     with pytest.raises(UserError, match="study_name=other"):
         take(TrialReport("other", study._storage, trial.number, tmp_path))
-    with pytest.raises(UserError, match="^trial must be .*got 7"):
+    with pytest.raises(UserError, match=r"^trial must be .*got 7"):
         take(TrialReport("mine", study._storage, 7, tmp_path))
     for state, values in (("FAIL", None), ("COMPLETE", 1.0)):
         trial = study.ask()
@@ -74,7 +74,7 @@ class Fails(Callback):
 
 def test_run_whose_trial_has_ended_meanwhile_ends_with_one_line(study, tmp_path):
     trial = study.ask()
-    with pytest.raises(UserError, match="trial=0 .* must be running, got the state FAIL"):
+    with pytest.raises(UserError, match=r"trial=0 .* must be running, got the state FAIL"):
         fit(tmp_path, max_epochs=2, callbacks=[Fails(study, trial), report(study, trial, tmp_path)], **EVALUATED)
 
 

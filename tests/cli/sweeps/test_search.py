@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from kit.forks import Forked, held_by_another
 from kit.processes import members
 from torchrl_lightning._core.errors import UserError
 from torchrl_lightning.cli.run_folder.folder import locked
-from torchrl_lightning.cli.sweeps.search import Search, open_search
+from torchrl_lightning.cli.sweeps.search import Search, open_search, this_machine
 
 optuna = pytest.importorskip("optuna")
 pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
@@ -164,6 +163,15 @@ def test_setting_without_a_valid_config_fails_its_trial(tmp_path: Path) -> None:
     assert lines[-1] == f"{len(lines) - 1} of 4 trials failed."
 
 
+def test_search_may_have_no_name_and_no_storage(tmp_path: Path) -> None:
+    scores = iter([1.0, float("nan")])
+    settings = ["hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1", "hydra.sweeper.max_failure_rate=0.5"]
+    arguments = ["--multirun", "hydra/sweeper=optuna", *settings, "model.clip_epsilon=choice(0.1,0.2)"]
+    code, lines = sweep(tmp_path, lambda cfg: next(scores), *arguments)
+    assert code == 0
+    assert lines[-1] == "1 of 2 trials failed."
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("launcher", [[], LAUNCHERS[2]], ids=["basic", "joblib"])
 def test_signal_ends_the_search_and_its_processes(number: int, launcher: list[str], tmp_path: Path) -> None:
@@ -174,7 +182,7 @@ def test_signal_ends_the_search_and_its_processes(number: int, launcher: list[st
 
     def run() -> None:
         status, lines = search(tmp_path, task, *launcher)
-        print(*lines, sep="\n")
+        sys.stdout.write("\n".join(lines))
         sys.exit(status)
 
     process = Forked(run, tmp_path, session=True)
@@ -229,14 +237,14 @@ def test_trials_of_a_living_process_stay_until_it_ends(tmp_path: Path) -> None:
     def hold() -> None:
         with opened(tmp_path) as (_, study):
             study.ask(), study.ask()
-            print("asked")
+            sys.stdout.write("asked")
             time.sleep(600)
 
     holder = Forked(hold, tmp_path / "holder")
     try:
         holder.waits_for(lambda: "asked" in holder.said)
         for _ in range(2):
-            with opened(tmp_path) as (process, study):
+            with opened(tmp_path) as (_, study):
                 study.tell(study.ask(), 1.0)
         assert states(tmp_path) == ["RUNNING", "RUNNING", "COMPLETE", "COMPLETE"]
     finally:
@@ -246,17 +254,22 @@ def test_trials_of_a_living_process_stay_until_it_ends(tmp_path: Path) -> None:
 
 
 def test_running_trials_fail_if_the_search_ends_by_an_error(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), opened(tmp_path) as (_, study):
-        study.ask()
-        raise KeyboardInterrupt
+    def interrupt() -> None:
+        with opened(tmp_path) as (_, study):
+            study.ask()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
     assert states(tmp_path) == ["FAIL"]
 
 
-HERE, ELSEWHERE = socket.gethostname(), "elsewhere"
+HERE = this_machine()
+ELSEWHERE, NAMESAKE = HERE | {"host": "elsewhere"}, HERE | {"boot": "another"}
 
 
 @pytest.mark.parametrize(
-    ("host", "lock", "file", "expected"),
+    ("machine", "lock", "file", "expected"),
     [
         (HERE, "{folder}/.hydra/searches/a.lock", None, "FAIL"),  # the process has removed its file
         (HERE, "{folder}/.hydra/searches/a.lock", "free", "FAIL"),
@@ -266,19 +279,19 @@ HERE, ELSEWHERE = socket.gethostname(), "elsewhere"
         (ELSEWHERE, "/mounted/elsewhere/searches/a.lock", "free", "FAIL"),
         (ELSEWHERE, "/mounted/elsewhere/searches/a.lock", "held", "RUNNING"),
         (ELSEWHERE, "/mounted/elsewhere/searches/a.lock", None, "RUNNING"),  # a folder that is not shared
+        (NAMESAKE, "/mounted/elsewhere/searches/a.lock", None, "RUNNING"),
         (None, None, "free", "RUNNING"),  # a trial of another program
     ],
 )
 def test_running_trial_fails_if_its_process_has_ended(
-    host: str | None, lock: str | None, file: str | None, expected: str, tmp_path: Path
+    machine: dict[str, str] | None, lock: str | None, file: str | None, expected: str, tmp_path: Path
 ) -> None:
     storage, name = f"sqlite:///{tmp_path}/study.db", Path(".hydra/searches/a.lock")
     study = optuna.create_study(study_name="mine", storage=storage)
     trial = study.ask()
-    if host is not None and lock is not None:
-        study._storage.set_trial_system_attr(
-            trial._trial_id, f"{KEY}a", {"host": host, "lock": lock.format(folder=tmp_path)}
-        )
+    if machine is not None and lock is not None:
+        owner = {**machine, "lock": lock.format(folder=tmp_path)}
+        study._storage.set_trial_system_attr(trial._trial_id, f"{KEY}a", owner)
     if file == "held":
         with held_by_another(tmp_path, tmp_path / "holder", name), opened(tmp_path):
             pass
@@ -307,7 +320,7 @@ def test_enqueued_trial_gets_one_process(tmp_path: Path) -> None:
     with pytest.warns(optuna.exceptions.ExperimentalWarning):
         study.enqueue_trial({"x": 0.5})
     with opened(tmp_path) as (first, first_study), opened(tmp_path) as (second, second_study):
-        first_study.trials, second_study.trials  # both have seen the waiting trial
+        assert len(first_study.trials) == len(second_study.trials) == 1  # both have seen the waiting trial
         with mock.patch.object(type(second_study._storage), "read_trials_from_remote_storage"):
             trials = [first_study.ask(), second_study.ask()]
         assert [trial.number for trial in trials] == [0, 1]
@@ -323,7 +336,7 @@ def test_processes_that_start_together_share_one_study(tmp_path: Path) -> None:
         while not (tmp_path / "go").exists():
             time.sleep(0.001)
         status, lines = search(tmp_path, lambda cfg: 1.0, "hydra.sweeper.n_trials=1")
-        print(*lines, sep="\n")
+        sys.stdout.write("\n".join(lines))
         sys.exit(status)
 
     processes = [Forked(run, tmp_path, said=tmp_path / f"said-{number}") for number in range(3)]

@@ -269,7 +269,7 @@ def _readable_log(config: DictConfig, sweeper: Any) -> Iterator[None]:
 
 @contextmanager
 def _sigterm_exits() -> Iterator[None]:
-    """Make SIGTERM raise SystemExit, so that a launcher ends its processes. A trainer in this process handles it itself."""
+    """Make SIGTERM raise SystemExit, so that a launcher ends its processes. A trainer here handles SIGTERM."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         print("terminated", file=sys.stderr)

@@ -47,7 +47,7 @@ class Search:
     def __init__(self, storage: Any, folder: Path, process: str, sweeper: Any, config: DictConfig) -> None:
         self._storage, self._folder, self._sweeper = storage, folder, sweeper
         self._key = f"{_OWNER}{process}"
-        self._owner = {"host": socket.gethostname(), "lock": str(_process_file(folder, process))}
+        self._owner = {**this_machine(), "lock": str(_process_file(folder, process))}
         self._trial_ids: list[int] = []
         # Without our callback, nothing in the config reads the number of the trial.
         self._passes_trials = OmegaConf.select(config, "hydra.callbacks.search.run", default=_MISSING) is not _MISSING
@@ -181,17 +181,32 @@ def _is_alive(owner: dict[str, str], folder: Path) -> bool:
     """Return False if a search process has ended. Its folder may have another path on its machine."""
     file = Path(owner["lock"])
     for path in (file, folder / _PROCESSES / file.name):
-        with suppress(OSError):
+        try:
             return is_locked(path)
-    return owner["host"] != socket.gethostname()  # a folder of another machine is not visible here
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:  # not readable
+            return True
+    # A folder of another machine may not be visible here.
+    return any(owner.get(key) != value for key, value in this_machine().items())
+
+
+def this_machine() -> dict[str, str]:
+    """Return the name of this machine and the id of its last boot, because two machines can have the same name."""
+    boot = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return {"host": socket.gethostname(), "boot": boot}
 
 
 def _fail(
-    storage: Any, study_name: str, is_failed: Callable[[dict[str, Any]], bool]
+    storage: Any, study_name: str | None, is_failed: Callable[[dict[str, Any]], bool]
 ) -> list[tuple[int, list[dict[str, str]]]]:
     """Mark running trials as failed; return their numbers and owners."""
     import optuna
 
+    if study_name is None:  # each start of the search creates another study
+        return []
     try:
         study = optuna.load_study(study_name=study_name, storage=storage)
     except KeyError:  # the sweeper creates the study
