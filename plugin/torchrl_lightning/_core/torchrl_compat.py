@@ -110,7 +110,7 @@ class StorageBase(NoCheckpointerMixin, LazyTensorStorage):
         # A multi-collector without a policy calls this, so that a worker allocates the cells in files of TorchRL's.
         self.shared_init = False
         for name in ("_init_lock", "_init_event"):  # locks, which copies and states cannot contain
-            vars(self).pop(name, None)
+            self.__dict__.pop(name, None)
         raise ValueError(
             f"A {type(self).__name__} must have its memory before a collector starts workers, but this collector has "
             "only a policy_factory, so the entries of a row are unknown. Call buffer.share(example=row) of an "
