@@ -435,7 +435,7 @@ def ranks(folder: Path, address: str, coin: random.Random) -> tuple[Counter[str]
     """Send SIGKILL to one of two ranks of the command, and resume the command."""
     folder.mkdir()
     command = [
-        *(sys.executable, "-c", "from torchrl_lightning.cli.train import main; main()"),
+        str(Path(sys.executable).with_name("torchrl-lightning-train")),
         *("experiment=apex_cartpole", "trainer.devices=2", "trainer.strategy=ddp", "~callbacks.progress_bar"),
         *(f"+data.collector.ray_init_config.address={address}", f"+data.source.ray_init_config.address={address}"),
         *("data.collector.num_collectors=2", "data.num_envs=4", "data.updates_per_epoch=100"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import pickle
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,7 +15,6 @@ from typing import Any
 from unittest import mock
 
 import cloudpickle
-import numpy as np
 
 
 class RayTaskError(Exception):
@@ -99,7 +99,9 @@ class FakeRay:
         except Exception as error:
             raise RayTaskError(error) from error
 
-    def wait(self, refs: list[Future[Any]], timeout: float) -> tuple[list[Future[Any]], list[Future[Any]]]:
+    def wait(
+        self, refs: list[Future[Any]], timeout: float, num_returns: int = 1
+    ) -> tuple[list[Future[Any]], list[Future[Any]]]:
         ready, others = wait(refs, timeout)
         return list(ready), list(others)
 
@@ -201,21 +203,9 @@ def _known(number: int) -> Actor:
 
 def sent(value: Any) -> Any:
     """Return what arrives at the other end."""
-    copy = cloudpickle.loads(cloudpickle.dumps(value))
-    for array in _arrays(copy):
-        array.flags.writeable = False
-    return copy
-
-
-def _arrays(value: Any) -> Iterator[np.ndarray[Any, Any]]:
-    if isinstance(value, np.ndarray):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _arrays(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _arrays(each)
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(pickled, buffers=[bytes(buffer.raw()) for buffer in buffers])  # arrays are read-only, as in Ray
 
 
 @contextmanager
