@@ -14,7 +14,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from kit.fake_ray import FakeRay, fake_ray, sent
+from kit.fake_ray import FakeRay, fake_ray
 from kit.replay import dqn, fit, replay_data
 from torchrl_lightning import (
     DQNModule,
@@ -213,18 +213,6 @@ def test_acknowledged_rows_are_never_lost(ray: FakeRay, tmp_path: Path) -> None:
     assert service.state_dict()["snapshots"]
     assert stored_steps(ray) == {env: list(range(9 * STEPS)) for env in range(ENVS)}
     assert len(list((tmp_path / "shard_0").iterdir())) <= 4  # the newest two of each kind
-
-
-@pytest.mark.parametrize("has_folder", [False, True])
-def test_writer_that_was_sent_to_another_process_writes(has_folder: bool, ray: FakeRay, tmp_path: Path) -> None:
-    folder = tmp_path if has_folder else None
-    writer = sent(ReplayService(buffer(), name="it", folder=folder, unacknowledged=2).writer("a"))
-    for number in range(5):
-        rows = rollout(number).transpose(0, 1)
-        arrays = {key: value.contiguous().numpy() for key, value in rows.items(True, True)}
-        writer.write(arrays, list(range(ENVS)))
-    writer.wait_until_written()
-    assert stored_steps(ray) == {env: list(range(5 * STEPS)) for env in range(ENVS)}
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

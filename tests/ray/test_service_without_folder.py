@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from kit.fake_ray import FakeRay, RayActorError, fake_ray
+from kit.fake_ray import FakeRay, RayActorError, fake_ray, sent
 from kit.replay import dqn, fit, replay_data
 from kit.service import (
     ENVS,
@@ -53,6 +53,16 @@ def wait_until_written(service: ReplayService) -> None:
     """Wait until a service has confirmed its rows."""
     assert service._writer is not None
     service._writer.wait_until_written()
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_writer_that_was_sent_to_another_process_writes(has_folder: bool, ray: FakeRay, tmp_path: Path) -> None:
+    folder = tmp_path if has_folder else None
+    writer = sent(ReplayService(service_buffer(), name="it", folder=folder, unacknowledged=2).writer("a"))
+    for number in range(5):
+        writer.write(service_arrays(number, list(range(ENVS))), list(range(ENVS)))
+    writer.wait_until_written()
+    assert stored_times(ray) == {env: list(range(5 * STEPS)) for env in range(ENVS)}
 
 
 @pytest.mark.parametrize("shards", [1, 2])
