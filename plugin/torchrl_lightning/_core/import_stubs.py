@@ -26,6 +26,7 @@ DEFERRED = (COMPILER, "scipy", "torchmetrics.utilities.plot", "ray", "mujoco")
 COLLECTING = ("tensordict.nn", "torchrl.envs", "gymnasium")
 """The libraries of a process that only collects."""
 _ALL = ("lightning", *COLLECTING, "torchrl.modules")
+_NUMBA = "numba.np.arraymath"  # the module of numba that imports SciPy's linear algebra
 
 
 def import_libraries(names: Sequence[str] = _ALL) -> None:
@@ -33,13 +34,12 @@ def import_libraries(names: Sequence[str] = _ALL) -> None:
     if all(name in sys.modules for name in names):
         return
     calls = DeferredCompilerCalls()
-    with _garbage_collection_paused():
-        with stub_modules({**{name: {} for name in DEFERRED}, COMPILER: calls.decorators()}):
-            for name in names:
-                import_module(name)
-        with stub_modules({"scipy.linalg": {}}):  # numba needs SciPy itself, to compare its version
-            import_module("numba.np.arraymath")
+    with _garbage_collection_paused(), stub_modules({**{name: {} for name in DEFERRED}, COMPILER: calls.decorators()}):
+        for name in names:
+            import_module(name)
     calls.repeat_on_import()
+    if _NUMBA not in sys.modules:
+        sys.meta_path.insert(0, _NumbaFinder())
 
 
 class CollectingTarget:
@@ -184,6 +184,20 @@ class _StubFinder(MetaPathFinder, Loader):
                 parent_module = sys.modules.get(parent_name)
                 if parent_module is not None and vars(parent_module).get(attribute) is module:
                     delattr(parent_module, attribute)
+
+
+class _NumbaFinder(MetaPathFinder):
+    """An import hook that stubs SciPy's linear algebra while numba is imported."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Find numba's module once; stub SciPy's linear algebra during the module's import."""
+        if name != _NUMBA:
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = stub_modules({"scipy.linalg": {}})(spec.loader.exec_module)  # type: ignore[method-assign]
+        return spec
 
 
 class DeferredCompilerCalls(MetaPathFinder):
