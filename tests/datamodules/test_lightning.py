@@ -93,12 +93,11 @@ def test_callback_or_setting_is_refused_in_one_line_before_training(name: str, m
     assert (run.folder, run.files) == (tmp_path, [])
 
 
-def compare(effect: Any, tmp_path: Path, learner_settings: dict[str, Any] | None = None, **settings: Any) -> None:
+def compare(effect: Any, tmp_path: Path, **settings: Any) -> None:
     """Check that an effect is the same for a supervised module and for all learners."""
     expected = effect(Run(supervised, tmp_path / "supervised", **settings))
     for kind, make in LEARNERS.items():
-        run = Run(partial(make, **(learner_settings or {})), tmp_path / kind, **settings)
-        assert effect(run) == expected, kind
+        assert effect(Run(make, tmp_path / kind, **settings)) == expected, kind
 
 
 def test_time_interval_counts_from_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,11 +140,11 @@ def test_several_updates_in_a_step_are_one_step(make: Any, tmp_path: Path) -> No
         (rows.length, {"limit_train_batches": 3}),
     ],
 )
-def test_step_of_two_optimizers_is_one_step(effect: Any, settings: Any, tmp_path: Path) -> None:
-    adam = {"critic_optimizer": partial(torch.optim.Adam, lr=1e-3)}
-    sizes = {"ppo": adam, "sac": adam}
+def test_step_of_several_optimizers_is_one_step(effect: Any, settings: Any, tmp_path: Path) -> None:
+    adam = partial(torch.optim.Adam, lr=1e-3)
+    optimizers = {"ppo": {"critic_optimizer": adam}, "sac": {"critic_optimizer": adam, "alpha_optimizer": adam}}
     expected = effect(Run(supervised, tmp_path / "supervised", **settings))
-    for kind, own in sizes.items():
+    for kind, own in optimizers.items():
         assert effect(Run(partial(LEARNERS[kind], **own), tmp_path / kind, **settings)) == expected, kind
 
 
@@ -210,7 +209,10 @@ def test_minimum_beyond_the_frames_is_announced(make: Any, tmp_path: Path, caplo
     data.total_frames = data._clock.total = 44
     trainer(tmp_path, min_epochs=4, max_epochs=6, limit_val_batches=0).fit(module, datamodule=data)
     messages = [record.getMessage() for record in caplog.records]
-    assert sum("total_frames=44 may be exceeded, because min_epochs=4" in message for message in messages) == 1
+    assert (
+        sum("total_frames=44 may be exceeded, because the trainer has min_epochs=4" in message for message in messages)
+        == 1
+    )
 
 
 @pytest.mark.parametrize("strategy", [FSDPStrategy, ModelParallelStrategy])
