@@ -60,18 +60,29 @@ class Stops:
         return self._complete[family, program]
 
     def stop(self, family: str, program: str, number: signal.Signals, is_one: bool, is_early: bool) -> str:
-        """Stop a run and resume it; return the result."""
-        complete, seconds = self.complete(family, program)
+        """Stop a run and resume it; return the result. A run that ends before its signal is repeated."""
+        _, seconds = self.complete(family, program)
+        moment = self.random.uniform(0.0, 4.0 if is_early else seconds)
+        for _ in range(4):
+            result = self._stop_at(moment, family, program, number, is_one, is_early)
+            if result != "had ended before":
+                break
+            moment /= 2
+        return result
+
+    def _stop_at(
+        self, moment: float, family: str, program: str, number: signal.Signals, is_one: bool, is_early: bool
+    ) -> str:
+        complete, _ = self.complete(family, program)
         folder = self.home / "stopped"
         shutil.rmtree(folder, ignore_errors=True)
         run = self.start(folder, family, program)
         try:
             if is_early:
                 run.wait_until(lambda: len(run.pids()) == self.ranks)
-                time.sleep(self.random.uniform(0.0, 4.0))
             else:
                 run.wait_for_checkpoint()
-                time.sleep(self.random.uniform(0.0, 0.8 * seconds))
+            time.sleep(moment)
             ranks = [self.random.randrange(self.ranks)] if is_one else list(range(self.ranks))
             has_ended = run.ended()
             if not has_ended:
