@@ -84,8 +84,7 @@ class Stops:
                 run.wait_for_checkpoint()
             time.sleep(moment)
             ranks = [self.random.randrange(self.ranks)] if is_one else list(range(self.ranks))
-            has_ended = run.ended()
-            if not has_ended:
+            if not run.ended() and len(run.pids()) == self.ranks:
                 run.send(number, ranks)
             sent = time.monotonic()
             try:
