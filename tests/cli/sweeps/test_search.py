@@ -182,7 +182,7 @@ def test_signal_ends_the_search_and_its_processes(number: int, launcher: list[st
 
     def run() -> None:
         status, lines = search(tmp_path, task, *launcher)
-        sys.stdout.write("\n".join(lines))
+        sys.stdout.write("\n".join([*lines, ""]))
         sys.exit(status)
 
     process = Forked(run, tmp_path, session=True)
@@ -237,7 +237,7 @@ def test_trials_of_a_living_process_stay_until_it_ends(tmp_path: Path) -> None:
     def hold() -> None:
         with opened(tmp_path) as (_, study):
             study.ask(), study.ask()
-            sys.stdout.write("asked")
+            sys.stdout.write("asked\n")
             time.sleep(600)
 
     holder = Forked(hold, tmp_path / "holder")
@@ -336,7 +336,7 @@ def test_processes_that_start_together_share_one_study(tmp_path: Path) -> None:
         while not (tmp_path / "go").exists():
             time.sleep(0.001)
         status, lines = search(tmp_path, lambda cfg: 1.0, "hydra.sweeper.n_trials=1")
-        sys.stdout.write("\n".join(lines))
+        sys.stdout.write("\n".join([*lines, ""]))
         sys.exit(status)
 
     processes = [Forked(run, tmp_path, said=tmp_path / f"said-{number}") for number in range(3)]

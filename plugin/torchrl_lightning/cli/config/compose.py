@@ -184,8 +184,9 @@ class CommandLoader(ConfigLoader):
             config, self._single_run_config = self._single_run_config, None
             return config
         overrides = [_POWER_OF_TEN.sub(_as_integer, override) for override in overrides]
-        if run_mode == RunMode.RUN and (first := self._first_values(overrides, Override.is_sweep_override)):
+        if run_mode == RunMode.RUN and (values := self._values(overrides, Override.is_sweep_override)):
             # Hydra rejects several values in a single run. Report a misspelt name first, as it is likelier.
+            first = {line: options[0] for line, options in values.items()}
             self.load_configuration(config_name, [first.get(line, line) for line in overrides], run_mode)
         self._dropped_settings = []
         _check_search_path(_parse(overrides))
@@ -212,10 +213,10 @@ class CommandLoader(ConfigLoader):
         return config
 
     def _compose(self, lines: list[str], request: _Request) -> DictConfig:
-        """Compose a config. If this fails in a sweep, use the first option of each swept group and class.
+        """Compose a config. If this fails in a sweep, use the first valid options of the swept groups and classes.
 
         Hydra composes a sweep's config with the default option of each swept group and class. The default option may
-        lack a setting that all swept options have. Each run of the sweep is later composed with its own options.
+        lack a setting that a swept option has. Each run of the sweep is later composed with its own options.
         """
 
         def is_option(override: Override) -> bool:
@@ -225,19 +226,29 @@ class CommandLoader(ConfigLoader):
         try:
             return self._compose_parts(lines, request)
         except HydraException:
-            first = self._first_values(lines, is_option) if request.run_mode == RunMode.MULTIRUN else {}
-            if not first:
+            options = self._values(lines, is_option) if request.run_mode == RunMode.MULTIRUN else {}
+            if not options:
                 raise
-        with _with_sweep_note(first.values()):
-            config = self._compose_parts([first.get(line, line) for line in lines], request)
+        first_error: HydraException | None = None
+        for index in range(max(map(len, options.values()))):
+            first = {line: values[index % len(values)] for line, values in options.items()}
+            try:
+                with _with_sweep_note(first.values()):
+                    config = self._compose_parts([first.get(line, line) for line in lines], request)
+                break
+            except HydraException as error:
+                first_error = first_error or error
+        else:
+            assert first_error is not None
+            raise first_error
         sweep_lines = {option: line for line, option in first.items()}
         config.hydra.overrides.task = [sweep_lines.get(line, line) for line in config.hydra.overrides.task]
         return config
 
-    def _first_values(self, lines: list[str], is_wanted: Callable[[Override], bool]) -> dict[str, str]:
-        """Map each sweep override that ``is_wanted`` accepts to an override with only the first value."""
+    def _values(self, lines: list[str], is_wanted: Callable[[Override], bool]) -> dict[str, list[str]]:
+        """Map each sweep override that ``is_wanted`` accepts to overrides with one of its values."""
         return {
-            str(override.input_line): f"{override.get_key_element()}={_first_value(override)}"
+            str(override.input_line): [f"{override.get_key_element()}={value}" for value in _swept_values(override)]
             for override in OverridesParser.create(config_loader=self._hydra).parse_overrides(lines)
             if is_wanted(override)
         }
@@ -410,9 +421,10 @@ def _parse(lines: list[str]) -> list[Override]:
     return overrides
 
 
-def _first_value(sweep: Override) -> str:
+def _swept_values(sweep: Override) -> list[str]:
+    """Return the values of a sweep; of an interval, only the start."""
     value = sweep.value()
-    return str(value.start) if isinstance(value, IntervalSweep) else next(iter(sweep.sweep_string_iterator()))
+    return [str(value.start)] if isinstance(value, IntervalSweep) else list(sweep.sweep_string_iterator())
 
 
 def _to_lines(overrides: list[Override]) -> list[str]:
