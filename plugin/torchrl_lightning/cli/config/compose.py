@@ -167,7 +167,8 @@ class CommandLoader(ConfigLoader):
             if not str(error).startswith("You must specify"):  # a sweep may leave a group unselected
                 raise
         with suppress(HydraException):
-            config = self._hydra.load_configuration(config_name, overrides, RunMode.MULTIRUN, True, False)
+            request = _Request(self._hydra, config_name, RunMode.MULTIRUN, validate_sweep_overrides=False)
+            config = self._compose(overrides, request)
             return config.hydra.mode or RunMode.RUN
         return RunMode.RUN
 
