@@ -28,7 +28,7 @@ ENDLESS = {"max_epochs": -1, "callbacks": [Limit()]}
         ({}, 8),
         ({"limit_train_batches": 3}, 6),
         ({"limit_train_batches": 0.5}, 4),
-        ({"overfit_batches": 1}, 2),
+        ({"limit_train_batches": 1}, 2),
     ],
 )
 def test_total_frames_end_on_policy_training_of_shortened_epochs(shortened, updates, tmp_path):
@@ -49,7 +49,7 @@ def test_total_frames_end_on_policy_training_of_a_module_that_ends_epochs_early(
     assert (data.frames, run.global_step) == (128, 4)
 
 
-@pytest.mark.parametrize("shortened", [{"limit_train_batches": 4}, {"overfit_batches": 3}])
+@pytest.mark.parametrize("shortened", [{"limit_train_batches": 4}, {"limit_train_batches": 3}])
 def test_total_frames_end_replay_training_of_shortened_epochs(shortened, tmp_path):
     data = replay_data(total_frames=50)
     fit_replay(tmp_path, data, **ENDLESS, **shortened)
