@@ -206,7 +206,7 @@ def test_limits_of_a_second_fit_count_updates(make: Any, tmp_path: Path) -> None
 @learners
 def test_minimum_beyond_the_frames_is_announced(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     module, data = make()
-    data.total_frames = data._clock.total = 44
+    data.total_frames = 44
     trainer(tmp_path, min_epochs=4, max_epochs=6, limit_val_batches=0).fit(module, datamodule=data)
     messages = [record.getMessage() for record in caplog.records]
     assert (

@@ -42,6 +42,7 @@ from torchrl_lightning.datamodules._run.arguments import (
     environment_name,
     run_fingerprint,
 )
+from torchrl_lightning.datamodules._run.assignments import LateAssignments
 from torchrl_lightning.datamodules._run.collection import (
     build_default_collector,
     call_with_policy,
@@ -74,7 +75,7 @@ logger = logging.getLogger(__name__)
 STATE_VERSION, STATE = 2, {"fingerprint": mapping, "ranks": sequence, "normalization": mapping}
 
 
-class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
+class ExperienceDataModule(LateAssignments, RebuildableDataModule, Settings, LoadersDataModule):
     """Own the environment, the collector and the count of environment frames of a run.
 
     The LightningModule owns policy, losses and optimizers. It has a ``policy`` (a TensorDict module that writes the
@@ -160,9 +161,9 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         check_frames(self.frames_per_batch, self.envs_per_worker, self.reset_at_each_batch)
         eval_options = self.eval_env, self.drops_reset_rows, clips_by_default(self.make_collector)
         self._environments = RunEnvironments(self.env, self.num_envs, *eval_options)
-        self.eval_env, self.eval_num_envs = self._environments.eval_env, min(self.eval_num_envs, self.eval_episodes)
+        self.eval_env = self._environments.eval_env
         self.buffer: Any = None
-        self._clock = FrameClock(self.total_frames)
+        self._clock = FrameClock(self)
         self.num_evaluations = 0
         self._due_evaluation = DueEvaluation(self)
         self._episodes = FinishedEpisodes(self.num_envs)
@@ -221,7 +222,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         super().setup(stage)
         if self.trainer is not None:
             check_precision(self.trainer)
-        self.seed = check_seed(self.seed)
+        vars(self)["seed"] = check_seed(self.seed)
         if stage == "fit":
             check_surroundings()
             self._user_collector_options()  # validates the user's collector before anything is built
@@ -314,7 +315,7 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         for load, statistics in self._statistics_loaders(state):
             copy.deepcopy(load)(statistics)  # errors occur in the copy, before anything changes
         if evaluates:
-            self._clock = FrameClock(self.total_frames, self.state_frames(state))
+            self._clock = FrameClock(self, self.state_frames(state))
         else:
             rank_state = state_of_rank(state["ranks"], self._rank, self.world_size)
             run_state = self._run_state.validate_state(rank_state)
@@ -475,11 +476,11 @@ class ExperienceDataModule(RebuildableDataModule, Settings, LoadersDataModule):
         self.num_evaluations += 1
         episodes = self.eval_episodes if episodes is None else episodes
         deterministic = self.eval_mode == "deterministic" if deterministic is None else deterministic
-        seed, num_envs = self._spawn_seed("evaluation", self.num_evaluations), min(self.eval_num_envs, episodes)
+        num_envs = min(self.eval_num_envs, self.eval_episodes, episodes)
+        seed = self._spawn_seed("evaluation", self.num_evaluations)
         options = {"deterministic": deterministic, "clip_actions": self._environments.clips(policy)}
-        return play_episodes(
-            self.eval_env, self._normalizing_policy(policy), episodes, num_envs=num_envs, seed=seed, **options
-        )
+        policy = self._normalizing_policy(policy)
+        return play_episodes(self.eval_env, policy, episodes, num_envs=num_envs, seed=seed, **options)
 
     def record_video(self, policy: Any, path: Path) -> None:
         """Play one evaluation episode and write it as a video; all videos of a run begin in the same state."""

@@ -225,7 +225,7 @@ class DynamicsDataModule(ExperienceDataModule):
         return HoldoutSplit(self.validation_fraction, self.max_validation, seed=self._spawn_seed("split"))
 
     def _build_parts(self) -> None:
-        self.buffer = self._get_or_build_buffer(trial=False)
+        vars(self)["buffer"] = self._get_or_build_buffer(trial=False)
         if not self.frames:
             self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
             self._order_seed = self._spawn_seed("order")

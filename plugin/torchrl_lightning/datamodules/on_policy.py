@@ -108,7 +108,7 @@ class OnPolicyDataModule(UpdatesDataModule):
     def _build_parts(self) -> None:
         super()._build_parts()
         if self.buffer is None:
-            self.buffer = self._get_or_build_buffer(trial=False)
+            vars(self)["buffer"] = self._get_or_build_buffer(trial=False)
             self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
             self.buffer.attach(self.env, self.envs_per_worker)
 

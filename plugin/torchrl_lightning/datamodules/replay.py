@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from inspect import signature
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +26,8 @@ from torchrl_lightning._core.settings import PositiveInt, choices, setting
 from torchrl_lightning._core.state import Attribute, bounded_integer
 from torchrl_lightning._core.tree import nested_keys
 from torchrl_lightning._core.update_batches import UpdateBatches
-from torchrl_lightning._core.validators import exact_ratio, integer, non_negative, optional, positive
+from torchrl_lightning._core.validators import exact_ratio, frames, integer, non_negative, optional, positive
+from torchrl_lightning.datamodules._run.arguments import buffer_fingerprint
 from torchrl_lightning.datamodules._run.batch_state import plain_batch, read_batch
 from torchrl_lightning.datamodules._run.buffer_factories import ReplayBufferFactory
 from torchrl_lightning.datamodules._run.discounts import check_discount, discount_of
@@ -107,7 +109,7 @@ class ReplayDataModule(UpdatesDataModule):
     batch_size: PositiveInt = 256
     updates_per_epoch: PositiveInt = 1000
     frames_per_update: Annotated[float, optional(non_negative)] = setting(default=None)
-    warmup_frames: int = setting(default=None)
+    warmup_frames: Annotated[int, optional(frames)] = setting(default=None)
     write_back: Sequence[NestedKey] | None = None
     checkpoint_buffer: Annotated[str, choices("inside", "beside", "none")] = "inside"
     buffer_dir: str | Path | None = None
@@ -115,9 +117,8 @@ class ReplayDataModule(UpdatesDataModule):
     num_envs: PositiveInt = 1
 
     stream_kind, buffer_class, drops_reset_rows = "replay", ExperienceBuffer, True
-    HOOKS = ReplayHooks
     NOT_IN_FILES = (*UpdatesDataModule.NOT_IN_FILES, "dataset", "buffer_dir")
-    suggested_model = "model=dqn (DQNModule)"
+    HOOKS, suggested_model = ReplayHooks, "model=dqn (DQNModule)"
     RUN_STATE = {
         **UpdatesDataModule.RUN_STATE,
         "updates": Attribute(bounded_integer(), "_finished_updates"),
@@ -130,22 +131,20 @@ class ReplayDataModule(UpdatesDataModule):
         if self.dataset_share is not None:
             self.make_source = DatasetMix(self.make_buffer, self.dataset_share, self.dataset, self.make_source)
         self.write_back = None if self.write_back is None else nested_keys(self.write_back)
-        frames, warmup = (1.0, 1000) if collects else (0.0, 0)
-        self.frames_per_update = frames if self.frames_per_update is None else self.frames_per_update
+        per_update, warmup = (1.0, 1000) if collects else (0.0, 0)
+        self.frames_per_update = per_update if self.frames_per_update is None else self.frames_per_update
         self.warmup_frames = warmup if self.warmup_frames is None else self.warmup_frames
-        non_negative(self.warmup_frames, "warmup_frames")
         if collects:
             positive(self.frames_per_update, "frames_per_update")
         elif not self.frames_per_update:
-            check_no_collection(self.make_collector, self.warmup_frames, self.total_frames)
             self.num_envs = self.num_envs if is_ready(self.env) else 1  # one ring holds an episode of any length
+        self._check_settings()
         self.frames_per_batch = self.envs_per_worker if self.frames_per_batch is None else self.frames_per_batch
         super().__post_init__()
         # An exact fraction: in floating point 30 * 0.1 exceeds 3, so that a fourth frame would be collected.
         self._ratio = exact_ratio(self.frames_per_update)
         self._clock.announce_warmup(self.warmup_frames)
-        self.updates = 0  # number of drawn batches
-        self._refill_frames = 0  # frames that are collected again because a checkpoint had no buffer
+        self.updates = self._refill_frames = 0  # drawn batches; frames to collect again, as a checkpoint had no buffer
         self._dataset: BufferedDataset | None = None  # None after the buffer is filled
         self._source: Any = None  # a BatchSource after setup
         self._row_store: Any = None  # the source, if it stores the rows itself
@@ -154,14 +153,17 @@ class ReplayDataModule(UpdatesDataModule):
         self._prepare: Callable[[Any], None] | None = None  # the source's method that runs before each batch
         self._can_draw: Callable[[int], bool] | None = None  # the method of a source that can lose rows
         self._shared_steps: SharedMemorySteps | None = None  # the last written steps
-        self._shares_memory = False  # whether the collector delivers its steps in the layout of the rings
-        self._is_drawn = False  # whether a drawn batch has not reached the learner yet
+        # Whether the collector delivers its steps in the layout of the rings; whether the learner lacks a drawn batch.
+        self._shares_memory = self._is_drawn = False
         self._current_batch: TensorDictBase | None = None  # the batch of the current update
         self._resumed_batch: TensorDictBase | None = None  # the first batch of a resumed run
         self._rewritten_keys: Callable[[Any], Sequence[NestedKey]] = no_keys  # the method of the learner
-        self._gamma, self._num_ranks = 0.99, 1
-        self._seconds: dict[str, float] = {}  # durations in this epoch
+        self._gamma, self._num_ranks, self._seconds = 0.99, 1, dict[str, float]()  # seconds: durations in this epoch
         self._snapshot: dict[str, Any] | None = None  # last written buffer state; None after a change
+
+    def _check_settings(self) -> None:
+        if not self.frames_per_update:
+            check_no_collection(self.make_collector, self.warmup_frames, self.total_frames)
 
     @property
     def _finished_updates(self) -> int:
@@ -181,6 +183,8 @@ class ReplayDataModule(UpdatesDataModule):
     @_unfinished_batch.setter
     def _unfinished_batch(self, batch: TensorDictBase | None) -> None:
         self._resumed_batch = batch
+
+    source = property(attrgetter("_source"), doc="The source of batches; None before the first fit.")
 
     @property
     def resolved_updates_per_epoch(self) -> int:
@@ -204,7 +208,7 @@ class ReplayDataModule(UpdatesDataModule):
 
     def _build_parts(self) -> None:
         super()._build_parts()
-        self.buffer = buffer = self._get_or_build_buffer(trial=False)
+        vars(self)["buffer"] = buffer = self._get_or_build_buffer(trial=False)
         self._source = self._get_or_build_source(buffer, self._learner)
         data = buffer if self.dataset_share is None else self._source.buffers[1]
         set_goals(buffers_of(self._source, buffer), self._environments.goals)
@@ -431,14 +435,9 @@ class ReplayDataModule(UpdatesDataModule):
 
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
         """Add class and capacity of the buffer, and the settings of the ratio of frames to updates."""
-        buffer = self._get_or_build_buffer(learner)
         return {
             **super().fingerprint(learner),
-            "buffer": type(buffer).__name__,
-            "sampler": type(buffer.sampler).__name__,
-            "capacity": int(buffer.storage.max_size),
-            "n_steps": buffer.n_steps,
-            "gamma": buffer.gamma if buffer.n_steps > 1 else 0.99,  # the discount does not affect single steps
+            **buffer_fingerprint(self._get_or_build_buffer(learner)),
             "frames_per_update": str(self._ratio),
             "warmup_frames": self.warmup_frames,
         }
@@ -472,7 +471,7 @@ class ReplayDataModule(UpdatesDataModule):
             buffer.load_state_dict(rank_state["buffer"])
         elif "snapshot" in rank_state:
             self._snapshots.load(buffer, rank_state["snapshot"])
-        self.buffer = buffer
+        vars(self)["buffer"] = buffer
         if "source" in rank_state:
             self._source = self._get_or_build_source(buffer, self._learner)
             self._source.load_state_dict(rank_state["source"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -138,10 +139,10 @@ def test_frame_counts_are_equal_on_all_ranks(tmp_path):
 
 
 def test_state_without_a_count_is_refused():
-    clock = FrameClock(9)
+    clock = FrameClock(SimpleNamespace(total_frames=9))
     clock.add(1, 1, torch.tensor([[[True], [True]]]))
     for name in ("count", "alone"):
-        state = FrameClock(9).state_dict()
+        state = FrameClock(SimpleNamespace(total_frames=9)).state_dict()
         del state[name]
         check_refused(clock, state, f"lacks.*{name}")
 

@@ -78,6 +78,17 @@ def run_fingerprint(data: Any) -> dict[str, Any]:
     }
 
 
+def buffer_fingerprint(buffer: Any) -> dict[str, Any]:
+    """Return the settings of a replay buffer that must be equal in a checkpoint and in a run that resumes from it."""
+    return {
+        "buffer": type(buffer).__name__,
+        "sampler": type(buffer.sampler).__name__,
+        "capacity": int(buffer.storage.max_size),
+        "n_steps": buffer.n_steps,
+        "gamma": buffer.gamma if buffer.n_steps > 1 else 0.99,  # the discount does not affect single steps
+    }
+
+
 def check_environment(data: Any, state: Mapping[str, Any]) -> None:
     """Validate the environment of a stored state before an evaluation; this does not build a buffer.
 

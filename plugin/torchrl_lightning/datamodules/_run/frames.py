@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -14,12 +14,18 @@ from torchrl_lightning.datamodules._run.trainer_checks import is_endless
 logger = logging.getLogger(__name__)
 
 
+class HasTotalFrames(Protocol):
+    """A DataModule with the setting ``total_frames``."""
+
+    total_frames: int
+
+
 class FrameClock(Stateful):
     """Count the frames of all ranks and, separately, replayed steps, for example of demonstrations.
 
     Args:
-        total: The run ends after this number of frames, or after this number of replayed steps without a new frame; -1
-            for never.
+        run: Has ``total_frames``: the run ends after this number of frames, or after this number of replayed steps
+            without a new frame; -1 for never. This number may change during the run.
         frames: Initial number of frames.
 
     Attributes:
@@ -29,7 +35,8 @@ class FrameClock(Stateful):
 
     Examples:
         >>> import torch
-        >>> clock = FrameClock(9)
+        >>> from types import SimpleNamespace
+        >>> clock = FrameClock(SimpleNamespace(total_frames=9))
         >>> clock.add(3, 1, torch.tensor([[[True], [False], [True]]]))
         >>> clock.frames, clock.replayed, clock.is_exhausted
         (1, 2, False)
@@ -41,28 +48,29 @@ class FrameClock(Stateful):
         "alone": Attribute(bounded_integer(), "consecutive_replays"),
     }
 
-    def __init__(self, total: int, frames: int = 0) -> None:
-        self.total, self.frames = total, frames
+    def __init__(self, run: HasTotalFrames, frames: int = 0) -> None:
+        self.run, self.frames = run, frames
         self.replayed = self.consecutive_replays = 0
         self._has_warned = False
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether ``total`` frames are collected, or ``total`` steps were replayed since the last frame."""
-        return 0 <= self.total <= max(self.frames, self.consecutive_replays)
+        """Whether ``total_frames`` frames are collected, or so many steps were replayed since the last frame."""
+        return 0 <= self.run.total_frames <= max(self.frames, self.consecutive_replays)
 
     def announce(self, rollout: int, trainer: Any) -> None:
         """Log if the run never ends, or if its last rollout (``rollout`` frames on all ranks) will exceed the total."""
         self.check_end(trainer)
-        if self.total > 0 and self.total % rollout:
-            last = -(-self.total // rollout) * rollout
+        total = self.run.total_frames
+        if total > 0 and total % rollout:
+            last = -(-total // rollout) * rollout
             logger.info(
-                "total_frames=%d is rounded up to %d, a multiple of %d frames per rollout.", self.total, last, rollout
+                "total_frames=%d is rounded up to %d, a multiple of %d frames per rollout.", total, last, rollout
             )
 
     def check_end(self, trainer: Any, collected: float = -1) -> None:
         """Warn once if neither the total, nor the trainer, nor the collector's number of frames ends the run."""
-        has_end = self.total >= 0 or 0 <= collected < float("inf")  # TorchRL's collectors replace -1 by inf
+        has_end = self.run.total_frames >= 0 or 0 <= collected < float("inf")  # TorchRL's collectors replace -1 by inf
         if self._has_warned or trainer is None or has_end or not is_endless(trainer):
             return
         self._has_warned = True
@@ -70,16 +78,16 @@ class FrameClock(Stateful):
             logger.warning(
                 "this run never ends: the DataModule has total_frames=%d, and the Trainer has no max_epochs, max_steps "
                 "or max_time. Set one of them.",
-                self.total,
+                self.run.total_frames,
             )
 
     def announce_warmup(self, frames: int) -> None:
         """Log a warning if the warm-up exceeds the total of the run."""
-        if 0 <= self.total < frames:
+        if 0 <= self.run.total_frames < frames:
             logger.warning(
                 "total_frames=%d is raised to %d, because warmup_frames=%d frames come before the first update, which "
                 "is then the only one. Raise total_frames, or lower warmup_frames.",
-                self.total,
+                self.run.total_frames,
                 frames,
                 frames,
             )
@@ -87,7 +95,7 @@ class FrameClock(Stateful):
     def add(self, steps: int, world_size: int, replayed: Tensor | None) -> None:
         """Count the steps of one rollout on each rank; ``replayed`` is the mask of replayed steps, or None.
 
-        A warning is logged if ``total`` steps were replayed since the last frame.
+        A warning is logged if ``total_frames`` steps were replayed since the last frame.
         """
         if replayed is None:
             self.frames += steps * world_size
@@ -98,7 +106,7 @@ class FrameClock(Stateful):
         self.frames += num_collected
         self.replayed += num_replayed
         self.consecutive_replays = 0 if num_collected else self.consecutive_replays + num_replayed
-        if 0 <= self.total <= self.consecutive_replays:
+        if 0 <= self.run.total_frames <= self.consecutive_replays:
             logger.warning(self.end_reason)
 
     def metrics(self) -> dict[str, float]:
@@ -108,9 +116,9 @@ class FrameClock(Stateful):
     @property
     def end_reason(self) -> str:
         """The reason why the run ends, as a sentence."""
-        if self.frames >= self.total:
-            return f"all {self.frames} frames are collected; raise total_frames={self.total} to continue."
+        if self.frames >= self.run.total_frames:
+            return f"all {self.frames} frames are collected; raise total_frames={self.run.total_frames} to continue."
         return (
             f"the last {self.consecutive_replays} steps were all replayed: training stops after {self.frames} of "
-            f"total_frames={self.total}. Lower the probability of a replay (rho + phi of PPODBuffer)."
+            f"total_frames={self.run.total_frames}. Lower the probability of a replay (rho + phi of PPODBuffer)."
         )

@@ -220,7 +220,7 @@ class LoadersDataModule(L.LightningDataModule):
         if self._clock.is_exhausted and not trainer.should_stop and not trainer.fit_loop._can_stop_early:
             logger.warning(
                 "total_frames=%d may be exceeded, because the trainer has min_epochs=%s and min_steps=%s.",
-                self._clock.total,
+                self._clock.run.total_frames,
                 trainer.min_epochs,
                 trainer.min_steps,
             )

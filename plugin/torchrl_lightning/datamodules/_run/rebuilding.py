@@ -161,7 +161,7 @@ class RebuildableDataModule(PickleByValueMixin, MainProcessState):
         data.load_statistics(state)
         data._run_state.apply_state(run_state)
         data._environments.restore_clipping(state.get("specs", {}), evaluates=False)
-        data.seed = state.get("seed") if data.seed is None else data.seed
+        vars(data)["seed"] = state.get("seed") if data.seed is None else data.seed
         self._pending_state = state
 
     def _restore_pending_state(self) -> None:
@@ -190,6 +190,7 @@ def _record_arguments(init: Callable[..., None]) -> Callable[..., None]:
         if self._arguments is None:
             self._arguments = _bind_arguments(init, self, args, kwargs)
         init(self, *args, **kwargs)
+        self._is_constructed = True  # later assignments are checked
 
     return __init__
 
