@@ -51,6 +51,9 @@ _HINTS = {
 _SYNTAX_HINT = (
     "write a setting as one word, such as ckpt_path=FILE, and special characters in quotes, as in 'NAME=\"VALUE\"'"
 )
+_NULL_CHOICE = re.compile(
+    r"while evaluating '(choice|shuffle|sort)\((.*)\)': mismatch type argument args\[\d+\]: NoneType", re.DOTALL
+)
 _DEFAULT_HINT = "is the default: remove it with '~experiment' data.total_frames=N, or select another one"
 
 
@@ -178,6 +181,11 @@ def _line_and_hint(error: Exception, text: str, arguments: Sequence[str]) -> tup
     from hydra.errors import OverrideParseException
     from yaml import YAMLError
 
+    if (choice := _NULL_CHOICE.search(text)) is not None:
+        function, values = choice.groups()
+        key = str(getattr(error, "override", None) or "NAME").partition("=")[0]
+        values = values if re.search("[\"']", values) else re.sub(r"\s*,\s*", ",", values)
+        return f"{key}: {function}() does not accept null", f"; write the values without it: {key}={values}."
     if isinstance(error, OverrideParseException | YAMLError):
         line = " ".join(text.split()).partition(" See https://")[0]
         if isinstance(error, YAMLError):

@@ -146,3 +146,7 @@ def draw_histogram(returns: Tensor, path: Path, checkpoint: Path) -> None:
         axes.set(xlabel="return of an episode", ylabel="episodes")
         axes.set_title(printable(f"{len(returns)} episodes of {checkpoint.name}"))
         axes.legend()
+
+
+if __name__ == "__main__":
+    main()

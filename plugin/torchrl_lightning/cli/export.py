@@ -79,3 +79,7 @@ def _format_tensors(tensors: Mapping[str, Any]) -> str:
     return ", ".join(
         f"{name} [{', '.join(map(str, tensor['shape']))}] {tensor['dtype']}" for name, tensor in tensors.items()
     )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -155,3 +155,7 @@ def _inspect_demonstrations(files: Sequence[Path], source: Path) -> Inspection:
             unreadable_parts.append(unreadable(str(path), error))
     views = [demonstrations(to_states(readable), str(source))] if readable else []
     return inspect_contents([*views, *unreadable_parts], source)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

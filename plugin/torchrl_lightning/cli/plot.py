@@ -261,3 +261,7 @@ def _compare(sources: Sequence[str], output: str = "sweep.png", metric: str = SC
     lines, importances = (picture.with_stem(f"{picture.stem}_{name}") for name in ("parallel", "importances"))
     print(f"trials over all settings: {draw_parallel(trials, lines, metric, title)}")
     print(f"importances of settings: {draw_importances(trials, importances, metric, title)}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -287,3 +287,7 @@ def _table_row(
         recipe_text,
         check,
     ), demonstration.total_reward
+
+
+if __name__ == "__main__":
+    main()

@@ -53,7 +53,13 @@ def train(cfg: DictConfig) -> float:
     from torchrl_lightning._core.slurm import requeued_on_signal
     from torchrl_lightning.cli.config.changed_settings import ChangedSettings
     from torchrl_lightning.cli.config.init_from import load_init_from
-    from torchrl_lightning.cli.config.instantiate import SaveConfig, build_part, check_parts, trainer_errors
+    from torchrl_lightning.cli.config.instantiate import (
+        SaveConfig,
+        build_part,
+        build_parts,
+        check_parts,
+        trainer_errors,
+    )
     from torchrl_lightning.cli.config.resume import check_checkpoint, config_diff, needs_trust
     from torchrl_lightning.cli.rank_failures import reported_rank_failures
     from torchrl_lightning.deploy.weights import bounded_tensors
@@ -67,15 +73,14 @@ def train(cfg: DictConfig) -> float:
     with nullcontext() if stored is None else bounded_tensors(stored.get("state_dict", {})):
         model = build_part(cfg, "model")
     save_config = SaveConfig(cfg, *(recorded_command(HydraConfig.get()) if HydraConfig.initialized() else ()))
-    callbacks = [*(build_part(cfg, f"callbacks.{name}") for name in cfg.callbacks), save_config]
+    callbacks = [*build_parts(cfg, "callbacks"), save_config]
     changed_settings = {} if stored is None else config_diff(stored, cfg.ckpt_path, save_config.config)
     if changed_settings:
         callbacks.append(ChangedSettings(changed_settings))
     init_from = load_init_from(cfg, changed_settings)
     if init_from is not None:
         callbacks.append(init_from)
-    loggers = [build_part(cfg, f"logger.{name}") for name in cfg.logger]
-    trainer = build_part(cfg, "trainer", callbacks=callbacks, logger=loggers)
+    trainer = build_part(cfg, "trainer", callbacks=callbacks, logger=build_parts(cfg, "logger"))
     # Compare the checkpoint before Lightning loads it. Lightning loads weights before the data's state, so that its
     # error for a changed environment would contain only tensor shapes.
     compare = None
@@ -167,3 +172,7 @@ def summary(episodes: TensorDict, clock: tuple[int, str], seconds: float) -> str
     success = f", success rate {episodes['success'].double().mean():.2f}" if "success" in episodes else ""
     end = f"over {len(returns)} episodes{success}, {count} {unit}, {seconds:.0f} s"
     return f"mean evaluation return: {mean} +- {std} {end}"
+
+
+if __name__ == "__main__":
+    main()

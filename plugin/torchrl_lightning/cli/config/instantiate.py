@@ -50,6 +50,24 @@ def build_part(cfg: DictConfig, key: str, **arguments: Any) -> Any:
         raise UsageError(describe(cfg, key if where is None else where[1], cause)) from error
 
 
+def build_parts(cfg: DictConfig, group: str) -> list[Any]:
+    """Instantiate the parts of a group, such as callbacks; leave out parts that are null.
+
+    Raises:
+        UsageError: A part is not a class with its settings, or a setting is invalid.
+    """
+    parts = OmegaConf.select(cfg, group)
+    if parts is not None and not isinstance(parts, DictConfig):
+        raise UsageError(f"{group} must be parts by name, got {parts}. Select an option with {group}=NAME.")
+    configured = [] if parts is None else [(f"{group}.{name}", part) for name, part in parts.items()]
+    for key, part in configured:
+        if part is not None and not (isinstance(part, DictConfig) and "_target_" in part):
+            raise UsageError(
+                f"{key} must be a class (_target_) with its settings, or null to leave it out, got {part}. Set {key}=null."
+            )
+    return [build_part(cfg, key) for key, part in configured if part is not None]
+
+
 def check_parts(
     cfg: DictConfig,
     data: Any,

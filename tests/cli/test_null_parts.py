@@ -1,0 +1,86 @@
+"""A part that is null is left out, a choice with null is answered by the form that works, and modules run commands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from cli.commands import TINY
+from cli.conftest import Run
+from kit.processes import environment
+from torchrl_lightning.cli.config.instantiate import build_parts
+from torchrl_lightning.cli.error_messages import UsageError, format_hydra_error
+
+LAST = {"_target_": "torchrl_lightning.RolloutMetricsLogger"}
+
+
+def test_null_leaves_callbacks_and_loggers_out(run: Run, tmp_path: Path) -> None:
+    nulls = ["callbacks.progress_bar=null", "callbacks.checkpoint=null", "logger.csv=null"]
+    done = run("train", *TINY, *nulls, "hydra.run.dir=run")
+    assert "mean evaluation return" in done.stdout
+    assert "training:" not in done.stderr
+    assert not list(tmp_path.glob("run/csv"))
+    assert not list(tmp_path.glob("run/checkpoints/best*"))
+    again = run("train", "ckpt_path=run/checkpoints/last.ckpt", "data.total_frames=768", "hydra.run.dir=again")
+    assert "768 frames" in again.stdout
+
+
+@pytest.mark.parametrize("group", ["callbacks", "logger"])
+@pytest.mark.parametrize(("parts", "number"), [(None, 0), ({}, 0), ({"a": None}, 0), ({"a": None, "b": LAST}, 1)])
+def test_parts_are_those_that_are_not_null(group: str, parts: Any, number: int) -> None:
+    assert len(build_parts(OmegaConf.create({group: parts}), group)) == number
+
+
+def test_group_that_is_absent_has_no_parts() -> None:
+    assert build_parts(OmegaConf.create({}), "logger") == []
+
+
+@pytest.mark.parametrize("part", [False, 3, "none", {}, {"patience": 3}, []])
+def test_part_without_a_class_is_refused(part: Any) -> None:
+    with pytest.raises(UsageError, match=r"^callbacks\.a must be a class .* or null to leave it out, got .*null\.$"):
+        build_parts(OmegaConf.create({"callbacks": {"a": part}}), "callbacks")
+
+
+@pytest.mark.parametrize(
+    ("override", "form"),
+    [
+        ("x=choice(null,0.5)", "x=null,0.5"),
+        ("x.y=choice(0.5, null)", "x.y=0.5,null"),
+        ("+x=choice([1,2],null,{a:1})", "+x=[1,2],null,{a:1}"),
+        ("x=choice('a, b',null)", "x='a, b',null"),
+        ("x=tag(t,choice(NULL,1))", "x=NULL,1"),
+        ("x=shuffle(choice(1,null))", "x=1,null"),
+        ("x=shuffle(null,1)", "x=null,1"),
+        ("x=sort(2,null)", "x=2,null"),
+    ],
+)
+def test_choice_with_null_names_the_form_that_works(override: str, form: str) -> None:
+    parser = OverridesParser.create()
+    with pytest.raises(Exception, match="NoneType") as error:
+        parser.parse_overrides([override])
+    message = format_hydra_error(error.value, [override])
+    assert message.endswith(f"() does not accept null; write the values without it: {form}.")
+    assert "\n" not in message
+    assert parser.parse_override(form).is_sweep_override()
+
+
+def test_choice_with_null_on_the_command_line_is_one_line(run: Run) -> None:
+    done = run("train", "--multirun", "model.clip_epsilon=choice(null,0.5)", expect=1)
+    assert done.stderr.splitlines() == [
+        "error: model.clip_epsilon: choice() does not accept null; write the values without it: "
+        "model.clip_epsilon=null,0.5."
+    ]
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate", "record", "plot", "export", "inspect"])
+def test_module_of_a_command_runs_the_command(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", f"torchrl_lightning.cli.{name}"]
+    done = subprocess.run([*command, "--help"], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"torchrl-lightning-{name}" in done.stdout
