@@ -141,6 +141,68 @@ def test_policy_is_uploaded_and_downloaded_unchanged(run, hub):
     assert sorted(hub.fetched) == FILES[1:]
 
 
+class HubError(OSError):
+    """An error of the client with the answer of the hub, as HfHubHTTPError."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"{status} Client Error for url: https://hub/api\n\n\x1b[31mThe hub says no.")
+        self.response = SimpleNamespace(status_code=status)
+
+
+LocalTokenNotFoundError = type("LocalTokenNotFoundError", (OSError,), {})
+OfflineModeIsEnabled = type("OfflineModeIsEnabled", (ConnectionError,), {})
+ConnectError = type("ConnectError", (Exception,), {"__module__": "httpx"})
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+HUB_ERRORS = {
+    "no login": (HubError(401), "hf auth login.*write access to me/cartpole"),
+    "no token": (LocalTokenNotFoundError("Token is required"), "hf auth login"),
+    "no rights": (HubError(403), "write access to me/cartpole.*repository of your own"),
+    "no owner": (HubError(404), "Correct owner and name"),
+    "too many requests": (HubError(429), "try again later"),
+    "failing hub": (HubError(503), "try again later"),
+    "no network": (ConnectionError("Connection refused"), "Check the network"),
+    "no answer": (TimeoutError("timed out"), "Check the network"),
+    "no network in httpx": (ConnectError("[Errno 111]"), "Check the network"),
+    "no network below": (caused(RuntimeError("failed"), ConnectionError("refused")), "Check the network"),
+    "offline": (OfflineModeIsEnabled("offline mode\nis enabled"), "Unset HF_HUB_OFFLINE"),
+    "another": (RuntimeError("bad\nname"), "Correct the cause"),
+}
+
+
+@pytest.mark.parametrize("method", ["create_repo", "upload_folder"])
+@pytest.mark.parametrize("name", HUB_ERRORS)
+def test_failed_upload_names_repository_cause_and_remedy(name, method, run, hub, monkeypatch):
+    error, remedy = HUB_ERRORS[name]
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(hub, method, fail, raising=True)
+    with pytest.raises(ValueError, match=rf"^me/cartpole cannot be .*{type(error).__name__}: .*{remedy}") as raised:
+        push_to_hub(run, "me/cartpole")
+    assert len(str(raised.value).splitlines()) == 1
+    assert "\x1b" not in str(raised.value)
+    assert raised.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"), [(HubError(401), "hf auth login"), (ConnectionError("no"), "the network")]
+)
+def test_failed_download_names_the_remedy(error, remedy, hub, monkeypatch):
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(hub, "get_paths_info", fail)
+    with pytest.raises(ValueError, match=rf"^me/cartpole is not a folder.*{remedy}"):
+        from_pretrained("me/cartpole")
+
+
 def test_files_that_are_too_large_or_missing_are_not_downloaded(run, hub):
     push_to_hub(run, "me/cartpole")
     with pytest.raises(ValueError, match=r"model.safetensors.*me/cartpole.*99"):

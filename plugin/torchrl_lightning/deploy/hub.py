@@ -33,6 +33,7 @@ from torchrl_lightning.deploy.loading import (
 VERSION = 1
 _WEIGHTS_FILE, _CONFIG_FILE, _CARD_FILE = "model.safetensors", "config.json", "README.md"
 _TENSOR_KEY = "__tensor__"
+_NETWORK_LIBRARIES = {"httpcore", "httpx", "requests", "urllib3"}  # of the client of the hub
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 # Entries of a checkpoint that a resumed run needs, but a policy does not.
 _RUN_ENTRIES = {
@@ -127,6 +128,7 @@ def _model_config(stored: Mapping[str, Any], path: Path, *, trusted: bool) -> di
     return config
 
 
+@printable_errors()
 def push_to_hub(run: str | Path, repo: str, *, private: bool | None = None, trusted: bool = False) -> str:
     """Publish a run's policy in a repository on the Hugging Face Hub; create the repository if it does not exist.
 
@@ -142,7 +144,8 @@ def push_to_hub(run: str | Path, repo: str, *, private: bool | None = None, trus
         URL of the upload.
 
     Raises:
-        ValueError: The repository name is invalid, or :func:`save_pretrained` raises this error.
+        ValueError: The repository name is invalid, the hub cannot be reached or refuses the upload, or
+            :func:`save_pretrained` raises this error. The message is one line with the remedy.
         ImportError: The extra ``hub`` is not installed.
 
     Examples:
@@ -153,9 +156,12 @@ def push_to_hub(run: str | Path, repo: str, *, private: bool | None = None, trus
     hub = _import_hub()
     with tempfile.TemporaryDirectory() as folder:
         save_pretrained(run, folder, name=repo, trusted=trusted)
-        api = hub.HfApi()
-        api.create_repo(repo, private=private, exist_ok=True)
-        return str(api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Publish a policy"))
+        try:
+            api = hub.HfApi()
+            api.create_repo(repo, private=private, exist_ok=True)
+            return str(api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Publish a policy"))
+        except Exception as error:  # the client and the network raise any error
+            raise _upload_error(repo, error) from error
 
 
 @printable_errors()
@@ -260,8 +266,44 @@ def _download_files(source: str, limits: Mapping[str, int], revision: str | None
 
 
 def _download_error(source: str, error: Exception) -> ValueError:
-    reason = " ".join(str(error).split())[:200]
-    return ValueError(f"{source} is not a folder, and cannot be read from the hub: {type(error).__name__}: {reason}")
+    remedy = _remedy(error, "read access to it")
+    return ValueError(
+        f"{source} is not a folder, and cannot be read from the hub: {_reason(error)}{f'. {remedy}' if remedy else ''}"
+    )
+
+
+def _upload_error(repo: str, error: Exception) -> ValueError:
+    remedy = _remedy(error, f"write access to {repo}") or "Correct the cause, then push again"
+    return ValueError(f"{repo} cannot be written to the hub: {_reason(error)}. {remedy}")
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200].rstrip('.')}"
+
+
+def _remedy(error: Exception, access: str) -> str:
+    """Return the remedy for a missing login, missing rights or a failed connection; "" for another error."""
+    chain: list[BaseException] = [error]
+    while (earlier := chain[-1].__cause__ or chain[-1].__context__) is not None and earlier not in chain:
+        chain.append(earlier)
+    names = {type(link).__name__ for link in chain}
+    # The client is an optional library, and its errors have a response only if the hub has answered.
+    statuses = (getattr(getattr(link, "response", None), "status_code", None) for link in chain)
+    status = next((status for status in statuses if status is not None), None)
+    if status == 401 or "LocalTokenNotFoundError" in names:
+        return f"Log in with `hf auth login`, or set HF_TOKEN to a token with {access}"
+    if status == 403:
+        return f"Log in with a token that has {access} (`hf auth login`), or name a repository of your own"
+    if status == 404:
+        return f"Correct owner and name, or log in with {access} (`hf auth login`)"
+    if "OfflineModeIsEnabled" in names:
+        return "Unset HF_HUB_OFFLINE"
+    is_unreachable = any(
+        isinstance(link, OSError) or type(link).__module__.partition(".")[0] in _NETWORK_LIBRARIES for link in chain
+    )
+    if (status is None and is_unreachable) or (status is not None and (status in (408, 429) or status >= 500)):
+        return "Check the network, its proxy and HF_ENDPOINT, or try again later"
+    return ""
 
 
 def _check_size(source: str, name: str, size: int, limit: int) -> None:
