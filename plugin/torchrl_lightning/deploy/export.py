@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import logging
 import re
@@ -41,8 +42,9 @@ _Run = Callable[[list[Tensor]], Sequence[Any]]
 class PolicyProgram(nn.Module):
     """A policy as a function of tensors, from raw observations to actions in the environment's format.
 
-    The inputs are the observations, then the recurrent states. The outputs are the action, then the next recurrent
-    states. Pass the states in :attr:`first` at the start of an episode. The action is the mode of the distribution.
+    The inputs are the observations in the order of their names, then the recurrent states in the policy's order. The
+    outputs are the action, then the next recurrent states in the same order. The states are zeros at the start of an
+    episode. The action is the mode of the distribution.
 
     Args:
         policy: The policy.
@@ -66,25 +68,26 @@ class PolicyProgram(nn.Module):
         self.action_format = policy.specs.action_format
         leaves = dict(policy.specs.observation.items(True, True))
         read_paths = {path_of(key) for key in policy.in_keys}
-        self.observation_specs = {key: spec for key, spec in leaves.items() if path_of(key) in read_paths} or leaves
+        read = {key: spec for key, spec in leaves.items() if path_of(key) in read_paths} or leaves
+        states = {key: state[0] for key, state in recurrent_states(module, 1).items()}
+        self.names = input_names([*read, *states])
+        self.observation_specs = {key: read[key] for key in sorted(read, key=self.names.__getitem__)}
+        self.initial_states = states
         self.mask = (
             action_mask(policy.specs.observation, policy.specs.action)
             if ACTION_MASK in self.observation_specs
             else None
         )
-        self.initial_states = {key: state[0] for key, state in recurrent_states(module, 1).items()}
 
     @property
     def inputs(self) -> dict[str, Tensor | TensorSpec]:
         """The inputs by name, in order, each with the shape and dtype of one row."""
-        return {
-            ".".join(path_of(key)): value for key, value in {**self.observation_specs, **self.initial_states}.items()
-        }
+        return {self.names[key]: value for key, value in {**self.observation_specs, **self.initial_states}.items()}
 
     @property
     def outputs(self) -> list[str]:
         """The names of the outputs."""
-        return [ACTION, *(f"next.{'.'.join(path_of(key))}" for key in self.initial_states)]
+        return [ACTION, *(f"next.{self.names[key]}" for key in self.initial_states)]
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Map observations ``[N, *F]`` and states ``[N, *S]`` to the action ``[N, *A]``, and the next states."""
@@ -121,6 +124,23 @@ class PolicyProgram(nn.Module):
         return {**entries, **states}
 
 
+def input_names(keys: Sequence[NestedKey]) -> dict[NestedKey, str]:
+    r"""Return a different name for each key: its parts, joined by dots.
+
+    If two keys would have the same name, a backslash precedes each dot and each backslash within a part of a key.
+
+    Examples:
+        >>> input_names(["arm.force", ("arm", "touch")])
+        {'arm.force': 'arm.force', ('arm', 'touch'): 'arm.touch'}
+        >>> list(input_names(["arm.touch", ("arm", "touch")]).values())
+        ['arm\\.touch', 'arm.touch']
+    """
+    names = {key: ".".join(path_of(key)) for key in keys}
+    if len(set(names.values())) == len(names):
+        return names
+    return {key: ".".join(re.sub(r"[.\\]", r"\\\g<0>", part) for part in path_of(key)) for key in keys}
+
+
 def _random_entries(spec: TensorSpec, rows: int) -> Tensor:
     """Return random entries ``[rows, *F]``: uniform within the spec's bounds, or around zero without bounds."""
     if not (isinstance(spec, Bounded | Unbounded) and spec.dtype.is_floating_point):
@@ -136,10 +156,10 @@ def _random_entries(spec: TensorSpec, rows: int) -> Tensor:
 def export_policy(policy: LoadedPolicy, path: str | Path, *, format: Format = "torch") -> dict[str, Any]:
     """Write a policy and its observation normaliser to one file that runs without this package.
 
-    The inputs of the exported program are one tensor ``[N, *F]`` for each observation entry of the policy, then the
-    recurrent states. The outputs are the action ``[N, *A]`` in the environment's shape, dtype and numbering, then the
-    next states. The action is the mode of the distribution.
-    Before the file is written, the outputs are compared with the policy's outputs for random observations.
+    The inputs of the exported program are one tensor ``[N, *F]`` for each observation entry of the policy in the order
+    of their names, then the recurrent states. The parts of a nested name are joined by dots. The outputs are the action
+    ``[N, *A]`` in the environment's shape, dtype and numbering, then the next states. The action is the mode of the
+    distribution. Before the file is written, the outputs are compared with the policy's for random observations.
 
     Args:
         policy: The policy from :func:`load_policy`.
@@ -147,7 +167,8 @@ def export_policy(policy: LoadedPolicy, path: str | Path, *, format: Format = "t
         format: ``"torch"`` for ``torch.export.load(path).module()``, ``"onnx"`` for ONNX, with the extra ``onnx``.
 
     Returns:
-        ``inputs`` and ``outputs`` by name, each with shape and dtype. The file also contains this description: a torch
+        ``inputs`` and ``outputs`` by name, in order, each with shape and dtype, inputs also with their position. The
+        file also contains this description: a torch
         file as the extra file ``policy.json``, an ONNX file in its metadata.
 
     Raises:
@@ -183,17 +204,20 @@ def export_policy(policy: LoadedPolicy, path: str | Path, *, format: Format = "t
 
 def _describe(program: PolicyProgram, example: list[Tensor]) -> dict[str, Any]:
     outputs = program(*example)
-    tensors_by_side = {
-        "inputs": dict(zip(program.inputs, example, strict=True)),
-        "outputs": dict(zip(program.outputs, outputs if program.initial_states else (outputs,), strict=True)),
-    }
     return {
-        side: {
-            name: {"shape": ["N", *tensor.shape[1:]], "dtype": str(tensor.dtype).removeprefix("torch.")}
-            for name, tensor in tensors.items()
-        }
-        for side, tensors in tensors_by_side.items()
+        "inputs": {
+            name: {**_describe_tensor(tensor), "position": position}
+            for position, (name, tensor) in enumerate(zip(program.inputs, example, strict=True))
+        },
+        "outputs": {
+            name: _describe_tensor(tensor)
+            for name, tensor in zip(program.outputs, outputs if program.initial_states else (outputs,), strict=True)
+        },
     }
+
+
+def _describe_tensor(tensor: Tensor) -> dict[str, Any]:
+    return {"shape": ["N", *tensor.shape[1:]], "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
 def _as_torch(traced: torch.export.ExportedProgram, description: Mapping[str, Any]) -> tuple[bytes, _Run]:
@@ -213,19 +237,16 @@ def _as_onnx(traced: torch.export.ExportedProgram, description: Mapping[str, Any
     """Return the content of an ONNX file, and a function that runs it."""
     import onnxruntime
 
+    inputs, outputs = list(description["inputs"]), list(description["outputs"])
     try:
-        program: Any = torch.onnx.export(
-            traced,
-            dynamo=True,
-            input_names=list(description["inputs"]),
-            output_names=list(description["outputs"]),
-            verbose=False,
-        )
+        model = _to_onnx(traced, input_names=inputs, output_names=outputs)
+        if _has_duplicates(model.graph):  # an observation has the name of a value within the graph
+            model = _to_onnx(traced)
+            _name_inputs_and_outputs(model.graph, inputs, outputs)
     except torch.onnx.errors.OnnxExporterError as error:
         missing_operator = next(filter(None, map(_MISSING_OPERATOR.search, map(str, _cause_chain(error)))), None)
         reason = f"ONNX has no operator for {missing_operator[1]}" if missing_operator else _one_line(error)
         raise ValueError(f"format=onnx cannot export this policy: {reason}. Use format=torch") from error
-    model = program.model_proto
     _name_batch(model.graph)
     entry = model.metadata_props.add()
     entry.key, entry.value = DESCRIPTION_FILE, json.dumps(description)
@@ -237,6 +258,54 @@ def _as_onnx(traced: torch.export.ExportedProgram, description: Mapping[str, Any
         return [torch.from_numpy(output) for output in session.run(list(description["outputs"]), tensors)]
 
     return content, run
+
+
+def _to_onnx(traced: torch.export.ExportedProgram, **names: list[str]) -> Any:
+    program: Any = torch.onnx.export(traced, dynamo=True, verbose=False, **names)  # type: ignore[arg-type]
+    return program.model_proto
+
+
+def _has_duplicates(graph: Any) -> bool:
+    """Return whether two values of an ONNX graph have the same name."""
+    inputs = [value.name for value in graph.input]
+    others = [value.name for value in graph.initializer if value.name not in inputs]
+    names = [*inputs, *others, *(name for node in graph.node for name in node.output if name)]
+    return len(set(names)) < len(names) or not {value.name for value in graph.initializer}.isdisjoint(inputs)
+
+
+def _name_inputs_and_outputs(graph: Any, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """Rename the inputs and outputs of an ONNX graph, and each value within the graph that has a new name already."""
+    pairs = [*zip(graph.input, inputs, strict=True), *zip(graph.output, outputs, strict=True)]
+    renamed = {value.name: name for value, name in pairs}
+    inner = _value_names(graph) - set(renamed)
+    for name in inner.intersection(renamed.values()):
+        number = next(n for n in itertools.count() if f"{name}.{n}" not in {*inner, *renamed, *renamed.values()})
+        renamed[name] = f"{name}.{number}"
+    _rename_values(graph, renamed)
+
+
+def _value_names(graph: Any) -> set[str]:
+    names = {value.name for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer)}
+    for node in graph.node:
+        names |= {*node.input, *node.output}.union(*(_value_names(part) for part in _subgraphs(node)))
+    return names
+
+
+def _rename_values(graph: Any, renamed: Mapping[str, str]) -> None:
+    for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
+        value.name = renamed.get(value.name, value.name)
+    for node in graph.node:
+        for names in (node.input, node.output):
+            for place, name in enumerate(names):
+                names[place] = renamed.get(name, name)
+        for part in _subgraphs(node):
+            _rename_values(part, renamed)
+
+
+def _subgraphs(node: Any) -> Iterator[Any]:
+    for attribute in node.attribute:
+        yield attribute.g
+        yield from attribute.graphs
 
 
 def _name_batch(graph: Any) -> None:
