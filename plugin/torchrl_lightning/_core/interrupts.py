@@ -26,10 +26,11 @@ class InterruptHolder:
         between_steps: Whether the last step is complete and the next step has not yet changed the run.
         interrupted_within_step: Whether a second Ctrl-C stopped the run within a step. The state of the run is then
             inconsistent.
+        requested: Whether a Ctrl-C was ever delayed. A run that fails before its step is complete does not raise it.
     """
 
     def __init__(self) -> None:
-        self.pending = self.between_steps = self.interrupted_within_step = False
+        self.pending = self.between_steps = self.interrupted_within_step = self.requested = False
         self._owner: object = None
         self._process = -1
         self._raises_now = False
@@ -83,7 +84,7 @@ class InterruptHolder:
         if self.pending:
             self.pending, self.interrupted_within_step = False, True
             raise KeyboardInterrupt
-        self.pending = True
+        self.pending = self.requested = True
         os.write(2, _NOTICE)  # print is not safe in a signal handler
 
 

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from cli.sweeps.fake_tasks import sweep
 from torchrl_lightning._core.errors import UserError
+from torchrl_lightning._core.interrupts import interrupts
 from torchrl_lightning.cli.sweeps.jobs import JobError, is_stop, job_error, job_label
 
 
@@ -26,6 +27,13 @@ def ctrl_c_of_lightning() -> None:
         raise KeyboardInterrupt
     except KeyboardInterrupt:
         sys.exit(1)
+
+
+def error_after_ctrl_c() -> None:
+    interrupts.hold(STOPS)
+    signal.raise_signal(signal.SIGINT)
+    interrupts.release(STOPS)
+    raise ValueError
 
 
 def lost_disk() -> None:
@@ -117,6 +125,7 @@ STOPS = {
     "Ctrl-C in a trainer": (ctrl_c_of_lightning, 1),
     "SIGTERM in a trainer": (lambda: raises(SIGTERMException()), 143),
     "rank ended by SIGTERM": (lambda: sys.exit(143), 143),
+    "Ctrl-C before an error": (error_after_ctrl_c, 130),
     "Ctrl-C in a destructor": (lambda: Interrupted(), 130),
 }
 
@@ -134,7 +143,7 @@ def test_signal_ends_the_sweep(name: str, tmp_path: Path) -> None:
     status, lines = sweep(tmp_path, task, "--multirun", "seed=0,1")
     assert seeds == [0]
     assert status == expected
-    assert not any("failed" in line for line in lines)
+    assert not any("runs failed" in line for line in lines)
 
 
 @pytest.mark.parametrize("launcher", ["basic", "joblib"])

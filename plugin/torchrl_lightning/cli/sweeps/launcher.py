@@ -37,7 +37,11 @@ from torchrl_lightning.cli.sweeps.search import Search, SearchEnd, open_search
 
 
 class IgnoredInterrupts:
-    """Record each Ctrl-C that the interpreter ignores, because it came within a destructor or a weak reference."""
+    """Record each Ctrl-C that does not end a job.
+
+    The interpreter ignores a Ctrl-C within a destructor or a weak reference. A trainer delays a Ctrl-C until its step
+    is complete, but the job may fail within the step.
+    """
 
     def __init__(self) -> None:
         self._is_interrupted = False
@@ -45,6 +49,7 @@ class IgnoredInterrupts:
 
     def __enter__(self) -> Self:
         self._hook, sys.unraisablehook = sys.unraisablehook, self._handle
+        interrupts.requested = False
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -59,7 +64,7 @@ class IgnoredInterrupts:
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if a Ctrl-C was ignored."""
-        if self._is_interrupted:
+        if self._is_interrupted or interrupts.requested:
             raise KeyboardInterrupt
 
 
