@@ -99,6 +99,27 @@ def test_bar_counts_the_frames_of_the_whole_run(tmp_path, monkeypatch):
     assert len(set(lines)) > 2
 
 
+def test_bar_shows_a_total_that_is_raised_during_the_run(tmp_path, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+
+    class Raising(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            trainer.datamodule.total_frames = 192
+
+    fit(
+        tmp_path,
+        rollouts(total_frames=128),
+        max_epochs=-1,
+        callbacks=[FramesProgressBar(refresh_every=0.0), Raising()],
+        enable_progress_bar=True,
+    )
+    lines = bar_lines(terminal.text)
+    assert "/128" in lines[0]
+    assert any("64.0/192" in line for line in lines)
+    assert "192/192" in lines[-1]
+
+
 def test_bar_stays_open_for_an_evaluation_of_the_end(tmp_path, monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)

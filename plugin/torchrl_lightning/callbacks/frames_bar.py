@@ -129,9 +129,9 @@ class FramesProgressBar(SparseCallback, ProgressBar):
         text |= {name.removeprefix(DEMOS): f"{value:.3g}" for name, value in metrics.items() if name.startswith(DEMOS)}
         bar.set_postfix(text, refresh=False)
         count, _ = data.clock
-        # The last rollout may exceed total_frames.
+        # The last rollout may exceed total_frames, which may change during the run.
         if bar.total is not None:
-            bar.total = max(bar.total, count)
+            bar.total = max(data.total_frames or 0, count)
         if not self._has_new_frames and count > bar.n:
             # The estimate of the remaining time must not include the start of workers and the compilation of kernels.
             self._has_new_frames = True

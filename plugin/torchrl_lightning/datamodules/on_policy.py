@@ -108,9 +108,9 @@ class OnPolicyDataModule(UpdatesDataModule):
     def _build_parts(self) -> None:
         super()._build_parts()
         if self.buffer is None:
-            vars(self)["buffer"] = self._get_or_build_buffer(trial=False)
-            self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
-            self.buffer.attach(self.env, self.envs_per_worker)
+            vars(self)["buffer"] = buffer = self._get_or_build_buffer(trial=False)
+            buffer.generator.manual_seed(self._spawn_seed("buffer"))
+            buffer.attach(self.env, self.envs_per_worker)
 
     def check_fit(self, learner: Any = None) -> Iterator[str]:
         """Also check the buffer and the mini-batches."""

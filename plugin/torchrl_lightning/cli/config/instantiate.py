@@ -58,12 +58,13 @@ def build_parts(cfg: DictConfig, group: str) -> list[Any]:
     """
     parts = OmegaConf.select(cfg, group)
     if parts is not None and not isinstance(parts, DictConfig):
-        raise UsageError(f"{group} must be parts by name, got {parts}. Select an option with {group}=NAME.")
-    configured = [] if parts is None else [(f"{group}.{name}", part) for name, part in parts.items()]
+        raise UsageError(f"{group} must be parts by name, got {parts!r}. Select an option with {group}=NAME.")
+    configured = [] if parts is None else [(f"{group}.{name!s}", part) for name, part in parts.items()]
     for key, part in configured:
         if part is not None and not (isinstance(part, DictConfig) and "_target_" in part):
             raise UsageError(
-                f"{key} must be a class (_target_) with its settings, or null to leave it out, got {part}. Set {key}=null."
+                f"{key} must be a class (_target_) with its settings, or null to leave it out, got {part}. "
+                f"Set {key}=null."
             )
     return [build_part(cfg, key) for key, part in configured if part is not None]
 
