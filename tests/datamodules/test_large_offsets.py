@@ -226,7 +226,7 @@ def test_exported_file_takes_the_dtype_of_the_space(tmp_path: Any, format: Any, 
     run.save_checkpoint(tmp_path / "at.ckpt")
     loaded = load_policy(tmp_path / "at.ckpt", agent(PPO))
     described = export_policy(loaded, tmp_path / "policy", format=format)
-    assert described["inputs"] == {"observation": {"shape": ["N", 1], "dtype": dtype}}
+    assert described["inputs"] == {"observation": {"shape": ["N", 1], "dtype": dtype, "position": 0}}
     shown = (torch.arange(-8, 9)[:, None] / (4 if dtype == "float64" else 1)).double() + origin
     shown = shown.to(getattr(torch, dtype))
     expected = torch.as_tensor(loaded.act(shown.numpy()))

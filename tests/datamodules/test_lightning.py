@@ -218,12 +218,12 @@ def test_minimum_beyond_the_frames_is_announced(make: Any, tmp_path: Path, caplo
 @pytest.mark.parametrize("strategy", [FSDPStrategy, ModelParallelStrategy])
 @learners
 def test_strategy_that_divides_the_weights_is_refused(make: Any, strategy: Any) -> None:
-    (module, _), run = make(), trainer()
+    (module, data), run = make(), trainer()
     vars(run._accelerator_connector)["strategy"] = strategy()
     with pytest.raises(ValueError, match=f"strategy must be 'auto' or a form of 'ddp', got a {strategy.__name__}"):
-        check_trainer(run, module)
+        check_trainer(run, module, data)
     vars(run._accelerator_connector)["strategy"] = DDPStrategy()
-    check_trainer(run, module)
+    check_trainer(run, module, data)
 
 
 @learners

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
@@ -15,6 +16,7 @@ from kit.ranks import Report, fit_ranks, reports, run_ranks
 from kit.replay import dqn, replay_data
 from torchrl_lightning import GymnasiumCollector
 from torchrl_lightning._core.ranks import this_rank
+from torchrl_lightning.datamodules._run import rank_agreement
 from torchrl_lightning.datamodules._run.rank_agreement import on_all_ranks, rollouts_of_all_ranks
 
 ENDS = {"first": (2, 4), "second": (5, 3), "uneven": (9, 9)}
@@ -42,13 +44,23 @@ def outcome(module: Any, data: Any) -> dict[str, Any]:
     return {"frames": data.frames, "steps": module.trainer.global_step}
 
 
+class WriteError(L.Callback):
+    """Writes the error of a rank into a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+        (self.folder / f"error_{trainer.global_rank}").write_text(str(exception))
+
+
 def run(folder: Path, name: str) -> None:
     for case in ("first", "second"):
         module, data = make(name, case)
         fit_ranks(module, data, Report(folder, case, outcome), max_epochs=50)
     module, data = make(name, "uneven")
-    with pytest.raises(Exception, match="on all ranks, got"):
-        fit_ranks(module, data, Report(folder, "uneven", outcome), max_epochs=3)
+    with pytest.raises(AssertionError):  # both ranks end with an error
+        fit_ranks(module, data, Report(folder, "uneven", outcome), WriteError(folder), max_epochs=3)
 
 
 @pytest.mark.parametrize(("name", "frames"), [("on_policy", 64), ("replay", 16)])
@@ -59,6 +71,8 @@ def test_ranks_stop_together_if_one_collector_ends(name: str, frames: int, tmp_p
         assert first == second
         assert first["frames"] == frames * number
     assert not list(folder.glob("uneven*"))
+    for rank in range(2):
+        assert "the same number of frames on all ranks, got" in (folder / f"error_{rank}").read_text()
 
 
 class Ranks(SingleDeviceStrategy):
@@ -76,12 +90,13 @@ class Ranks(SingleDeviceStrategy):
     ("own", "other", "ranks", "expected"),
     [(True, True, 2, True), (True, False, 2, False), (False, True, 2, False), (False, False, 1, False)],
 )
-def test_condition_holds_only_on_all_ranks_together(own: bool, other: bool, ranks: int, expected: bool) -> None:
-    assert on_all_ranks(own, SimpleNamespace(world_size=ranks, strategy=Ranks(other))) is expected
-    assert on_all_ranks(own, SimpleNamespace(world_size=1)) is own
+def test_condition_holds_only_on_all_ranks_together(
+    own: bool, other: bool, ranks: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_agreement, "world_size", lambda: ranks)
+    assert on_all_ranks(own, SimpleNamespace(strategy=Ranks(other))) is expected
 
 
 def test_single_rank_yields_all_rollouts_without_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.all_reduce", None)
-    assert list(rollouts_of_all_ranks(iter([1, 2]), SimpleNamespace(world_size=1))) == [1, 2]  # type: ignore[arg-type]
     assert list(rollouts_of_all_ranks([3], None)) == [3]  # type: ignore[list-item]

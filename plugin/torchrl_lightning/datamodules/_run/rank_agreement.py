@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDictBase
 
+from torchrl_lightning._core.ranks import world_size
+
 logger = logging.getLogger(__name__)
 
 
@@ -26,7 +28,7 @@ def rollouts_of_all_ranks(rollouts: Iterable[TensorDictBase], trainer: Any) -> I
     Raises:
         ValueError: The rollouts of the ranks have different numbers of frames.
     """
-    if trainer is None or trainer.world_size == 1:
+    if world_size() == 1:
         yield from rollouts
         return
     iterator = iter(rollouts)
@@ -56,4 +58,4 @@ def on_all_ranks(is_true: bool, trainer: Any) -> bool:
         is_true: The condition on this rank.
         trainer: The run's trainer.
     """
-    return is_true if trainer.world_size == 1 else bool(trainer.strategy.reduce_boolean_decision(is_true))
+    return is_true if world_size() == 1 else bool(trainer.strategy.reduce_boolean_decision(is_true))
