@@ -26,8 +26,8 @@ from torchrl_lightning._core.settings import PositiveInt, choices, setting
 from torchrl_lightning._core.state import Attribute, bounded_integer
 from torchrl_lightning._core.tree import nested_keys
 from torchrl_lightning._core.update_batches import UpdateBatches
-from torchrl_lightning._core.validators import exact_ratio, frames, integer, non_negative, optional, positive
-from torchrl_lightning.datamodules._run.arguments import buffer_fingerprint
+from torchrl_lightning._core.validators import exact_ratio, integer, non_negative, optional, positive
+from torchrl_lightning.datamodules._run.arguments import buffer_fingerprint, unchanged_non_negative
 from torchrl_lightning.datamodules._run.batch_state import plain_batch, read_batch
 from torchrl_lightning.datamodules._run.buffer_factories import ReplayBufferFactory
 from torchrl_lightning.datamodules._run.discounts import check_discount, discount_of
@@ -109,7 +109,7 @@ class ReplayDataModule(UpdatesDataModule):
     batch_size: PositiveInt = 256
     updates_per_epoch: PositiveInt = 1000
     frames_per_update: Annotated[float, optional(non_negative)] = setting(default=None)
-    warmup_frames: Annotated[int, optional(frames)] = setting(default=None)
+    warmup_frames: Annotated[int, optional(unchanged_non_negative)] = setting(default=None)
     write_back: Sequence[NestedKey] | None = None
     checkpoint_buffer: Annotated[str, choices("inside", "beside", "none")] = "inside"
     buffer_dir: str | Path | None = None

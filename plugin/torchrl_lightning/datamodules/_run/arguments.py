@@ -11,6 +11,7 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 
 from torchrl_lightning._core.settings import Settings
+from torchrl_lightning._core.validators import non_negative
 from torchrl_lightning.environments import EnvironmentRecipe
 from torchrl_lightning.environments.recipe import differences, to_plain
 
@@ -121,6 +122,12 @@ def _tuples_to_lists(value: Any) -> Any:
 
 def _format_value(value: Any) -> str:
     return "not set" if value is None else str(value)
+
+
+def unchanged_non_negative(value: Any, name: str) -> Any:
+    """Return a finite number of at least 0 without converting it."""
+    non_negative(value, name)
+    return value
 
 
 def check_buffer_factory(buffer: Any, data: Any) -> None:
