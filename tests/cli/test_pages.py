@@ -61,6 +61,7 @@ SENTENCES = "\n".join(re.sub(r"^```.*?^```$", "", page, flags=re.M | re.S) for p
 INLINE = list(dict.fromkeys(re.findall(r"`((?:torchrl-lightning-|python )[^`\n]* [^`\n]*|python [^`\n]+)`", SENTENCES)))
 NOT_RUN = {
     "python tests/benchmarks/": "measurements, which take minutes to hours",
+    "python -m torchrl_lightning.cli.train": "another name of a command; the tests of the modules run it",
     "python -m tests.": "checks of the whole project, which .ci/run starts or a developer",
     "python tests/wiring.py": "writes into the package",
     "python examples/guide/": "draws a picture of the guide",

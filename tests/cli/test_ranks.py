@@ -34,9 +34,13 @@ Run = Callable[..., Done]
 
 
 def error_line(run: Run, folder: Path, *arguments: str) -> str:
-    """Return the only line about a command that is refused before anything is trained."""
+    """Return the only line about a command, or about each of two runs, that is refused before anything is trained."""
     done = run("train", *arguments, "hydra.run.dir=run", "hydra.sweep.dir=run", expect=1)
     lines = done.stderr.splitlines()
+    if "--multirun" in arguments:
+        *lines, last = lines
+        assert last == "error: 2 of 2 runs failed."
+        lines = list({re.sub(r"^error: in the run seed=[01]: ", "error: ", line) for line in lines})
     assert len(lines) == 1, lines
     (line,) = lines
     assert line.startswith("error: "), done.stderr

@@ -243,7 +243,7 @@ BUFFERS = {
     "three steps, prioritized": buffer(prioritized, n_steps=3, gamma=0.5).but(ask=prefer),
     "in files": buffer().but(make=in_files, ask=prefer, shares=True),
     "shared by processes": buffer().but(  # it takes no state, and its copies are private
-        make=lambda seed: build(seed).share(),
+        make=lambda seed: build(seed).share(example=rows(2)),
         ways=("pickle", "deepcopy"),
         refuses=SHARED,
         ours=False,

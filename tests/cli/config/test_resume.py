@@ -249,7 +249,10 @@ def test_trusted_in_a_file_is_refused(command, where, half, run, tmp_path):
     sweep = ["--multirun"] if "sweeper" in where else []
     given = ["--config-dir", ".", "--config-name", "mine", f"ckpt_path={checkpoint_of(half)}", *sweep]
     said = run(command, *given, expect=1).stderr
-    assert said == "error: trusted must be set on the command line, got trusted=true from a file. Remove it there.\n"
+    reason = "trusted must be set on the command line, got trusted=true from a file. Remove it there.\n"
+    assert said == (
+        f"error: in the run trusted=True: {reason}error: 1 of 1 runs failed.\n" if sweep else f"error: {reason}"
+    )
 
 
 OWN = """
