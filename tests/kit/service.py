@@ -34,14 +34,14 @@ def service_buffer(sampler: str = "uniform", size: int = 400, **settings: Any) -
     return ExperienceBuffer(storage=RingStorage(size), sampler=SAMPLERS[sampler](), **settings)
 
 
-def service_rows(number: int, steps: int = STEPS) -> TensorDict:
-    """Return the rollout ``[N, T]`` with this number; each row names its environment and its step."""
-    time_of = torch.arange(number * steps, (number + 1) * steps).expand(ENVS, steps)
-    env_ids = torch.arange(ENVS).unsqueeze(1).expand(ENVS, steps)
-    flags = torch.zeros(ENVS, steps, 1, dtype=torch.bool)
+def service_rows(number: int, steps: int = STEPS, envs: int = ENVS, first: int = 0) -> TensorDict:
+    """Return the rollout ``[N, T]`` with this number; each row names its environment, from ``first``, and its step."""
+    time_of = torch.arange(number * steps, (number + 1) * steps).expand(envs, steps)
+    env_ids = torch.arange(first, first + envs).unsqueeze(1).expand(envs, steps)
+    flags = torch.zeros(envs, steps, 1, dtype=torch.bool)
     following = {"reward": flags.float(), "done": flags, "terminated": flags, "truncated": flags}
     entries = {"time": time_of.clone(), "env": env_ids.clone(), "is_init": flags, "next": following}
-    return TensorDict(entries, [ENVS, steps], names=[None, "time"])
+    return TensorDict(entries, [envs, steps], names=[None, "time"])
 
 
 def service_arrays(number: int, envs: list[int]) -> dict[Any, Any]:

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from kit.fake_ray import FakeRay, fake_ray
+
 # Processes that wait for an actor have imported what it needs.
 READY = {"preload_python_modules": [f"torchrl_lightning.ray.{name}" for name in ("_actor", "_service_actor")]}
 
@@ -18,3 +20,12 @@ def cluster() -> Iterator[str]:
         ray.init(address="local", **options, logging_level="error", log_to_driver=False, _system_config=READY)
         yield ray.get_runtime_context().gcs_address
         ray.shutdown()
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
+    """A cluster in this process, whose dead shards are asked again immediately."""
+    monkeypatch.setattr("torchrl_lightning.ray._service_writer._RETRY_INTERVAL", 0.0)
+    monkeypatch.setattr("torchrl_lightning.ray._service_writer._WAIT_CHECK_DELAY", 0.02)
+    with fake_ray() as fake:
+        yield fake

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,64 +13,17 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from kit.fake_ray import FakeRay, fake_ray
+from kit.fake_ray import FakeRay
 from kit.replay import dqn, fit, replay_data
+from kit.service import ENVS, SAMPLERS, STEPS, service_buffer, service_rows, shard_of, stored_times
 from torchrl_lightning import (
     DQNModule,
-    ExperienceBuffer,
-    PrioritizedSampler,
     RayCollector,
     ReplayService,
-    RingStorage,
-    SequenceSampler,
-    UniformSampler,
 )
 from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.rank_metrics import Mean, reduce_metrics
 from torchrl_lightning.ray.cluster import ServiceFault
-
-ENVS, STEPS = 4, 2
-SAMPLERS: dict[str, Callable[[], Any]] = {
-    "uniform": UniformSampler,
-    "prioritized": PrioritizedSampler,
-    "sequences": partial(SequenceSampler, batch_length=2),
-    "prioritized windows": partial(PrioritizedSampler, batch_length=2),
-}
-
-
-@pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
-    monkeypatch.setattr("torchrl_lightning.ray._service_writer._RETRY_INTERVAL", 0.0)
-    with fake_ray() as fake:
-        yield fake
-
-
-def buffer(sampler: str = "uniform", size: int = 400, envs: int = ENVS, seed: int = 0) -> ExperienceBuffer:
-    generator = torch.Generator().manual_seed(seed)
-    return ExperienceBuffer(storage=RingStorage(size), sampler=SAMPLERS[sampler](), num_envs=envs, generator=generator)
-
-
-def rollout(number: int, envs: int = ENVS, first: int = 0) -> TensorDict:
-    """Rows ``[N, T]`` of which each says whose it is and the how manieth."""
-    time_of = torch.arange(number * STEPS, (number + 1) * STEPS).expand(envs, STEPS)
-    env_ids = torch.arange(first, first + envs).unsqueeze(1).expand(envs, STEPS)
-    flags = torch.zeros(envs, STEPS, 1, dtype=torch.bool)
-    following = {"reward": flags.float(), "done": flags, "terminated": flags, "truncated": flags}
-    entries = {"time": time_of.clone(), "env": env_ids.clone(), "is_init": flags, "next": following}
-    return TensorDict(entries, [envs, STEPS], names=[None, "time"])
-
-
-def shard(ray: FakeRay, number: int = 0, name: str = "it") -> Any:
-    return ray.get_actor(f"{name}/{number}", "torchrl_lightning")
-
-
-def stored_steps(ray: FakeRay, number: int = 0) -> dict[int, list[int]]:
-    """Return of each environment the steps that a shard holds, in their order."""
-    buffer = shard(ray, number).buffer
-    if not len(buffer):
-        return {}
-    rows = buffer.storage.get(buffer.writer.rings.filled_cells())
-    return {env: rows["time"][rows["env"] == env].tolist() for env in rows["env"].unique().tolist()}
 
 
 def unacknowledged(writer: Any) -> list[Any]:
@@ -81,9 +33,9 @@ def unacknowledged(writer: Any) -> list[Any]:
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_batches_equal_the_buffers_batches(sampler: str, ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    service, reference = ReplayService(buffer(sampler), name="it", batches_per_call=3), buffer(sampler)
+    service, reference = ReplayService(service_buffer(sampler), name="it", batches_per_call=3), service_buffer(sampler)
     for number in range(5):
-        rows = rollout(number)
+        rows = service_rows(number)
         service.extend(rows)
         reference.extend(rows)
         rows.zero_()  # a collector may reuse its memory
@@ -106,8 +58,8 @@ def test_batches_equal_the_buffers_batches(sampler: str, ray: FakeRay, monkeypat
 
 
 def test_batch_age_counts_updates_since_the_request(ray: FakeRay) -> None:
-    service = ReplayService(buffer(), name="it", batches_per_call=2, calls_in_flight=2)
-    service.extend(rollout(0))
+    service = ReplayService(service_buffer(), name="it", batches_per_call=2, calls_in_flight=2)
+    service.extend(service_rows(0))
     ages = []
     for _ in range(8):
         service.draw(4)
@@ -116,8 +68,10 @@ def test_batch_age_counts_updates_since_the_request(ray: FakeRay) -> None:
 
 
 def test_priorities_are_returned_with_their_write_versions(ray: FakeRay, tmp_path: Path) -> None:
-    service = ReplayService(buffer("prioritized"), name="it", folder=tmp_path, batches_per_call=1, calls_in_flight=1)
-    service.extend(rollout(0))
+    service = ReplayService(
+        service_buffer("prioritized"), name="it", folder=tmp_path, batches_per_call=1, calls_in_flight=1
+    )
+    service.extend(service_rows(0))
     service.state_dict()
 
     def give(priority: float, batch: TensorDict) -> list[float]:
@@ -125,27 +79,27 @@ def test_priorities_are_returned_with_their_write_versions(ray: FakeRay, tmp_pat
         service.update_tensordict_priority(batch)
         service.draw(16)
         service.draw(16)
-        table = shard(ray).buffer.sampler.table
+        table = shard_of(ray).buffer.sampler.table
         return table.priorities[batch["index"].unique()].unique().tolist()
 
     batch = service.draw(16)
     assert give(3.0, batch) == [3.0]
-    shard(ray).die()
+    shard_of(ray).die()
     assert give(7.0, batch) != [7.0]  # of an earlier life: a cell may hold another row
     assert give(5.0, service.draw(16)) == [5.0]
 
 
 @pytest.mark.parametrize("sampler", ["prioritized", "prioritized windows"])
 def test_errors_of_several_critics_are_returned_reduced(sampler: str, ray: FakeRay) -> None:
-    service = ReplayService(buffer(sampler), name="it", batches_per_call=1, calls_in_flight=1)
+    service = ReplayService(service_buffer(sampler), name="it", batches_per_call=1, calls_in_flight=1)
     for number in range(3):
-        service.extend(rollout(number))
+        service.extend(service_rows(number))
     batch = service.draw(8)
     batch["td_error"] = torch.rand(*batch.shape, 2)
     service.update_tensordict_priority(batch)
     service.draw(8)
     service.draw(8)
-    table = shard(ray).buffer.sampler.table
+    table = shard_of(ray).buffer.sampler.table
     first = batch["index"].reshape(8, -1)[:, 0]
     largest = batch["td_error"].flatten(1).amax(1)
     last = dict(zip(first.tolist(), largest.tolist(), strict=True))
@@ -153,34 +107,34 @@ def test_errors_of_several_critics_are_returned_reduced(sampler: str, ray: FakeR
 
 
 def test_rewritten_entries_are_returned(ray: FakeRay) -> None:
-    service = ReplayService(buffer(), name="it", batches_per_call=1, calls_in_flight=1)
-    service.extend(rollout(0))
+    service = ReplayService(service_buffer(), name="it", batches_per_call=1, calls_in_flight=1)
+    service.extend(service_rows(0))
     batch = service.draw(64)
     batch["time"] += 100
     service.write_back(batch, ["time"])
     service.state_dict()
     service.draw(64)
     service.draw(64)
-    assert all(step >= 100 for steps in stored_steps(ray).values() for step in steps)
+    assert all(step >= 100 for steps in stored_times(ray).values() for step in steps)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_rows_are_written_once_and_in_order_after_failures(seed: int, ray: FakeRay, tmp_path: Path) -> None:
     draw, shards = random.Random(seed), 1 + seed % 2
-    service = ReplayService(buffer(), name="it", shards=shards, folder=tmp_path, unacknowledged=3)
+    service = ReplayService(service_buffer(), name="it", shards=shards, folder=tmp_path, unacknowledged=3)
     writers = [service.writer(f"worker {number}") for number in range(2)]
     written, replaced = [0, 0], {-1}
     for _ in range(60):
         kind = draw.random()
         if kind < 0.75:
             worker = draw.randrange(2)
-            rows = rollout(written[worker], 2, first=2 * worker).transpose(0, 1)
+            rows = service_rows(written[worker], envs=2, first=2 * worker).transpose(0, 1)
             arrays = {key: value.contiguous().numpy() for key, value in rows.items(True, True)}
             writers[worker].write(arrays, [2 * worker, 2 * worker + 1])
             written[worker] += 1
             assert all(len(item) <= 3 for item in unacknowledged(writers[worker]))
         elif kind < 0.9:
-            shard(ray, draw.randrange(shards)).die()
+            shard_of(ray, draw.randrange(shards)).die()
         elif kind < 0.95:
             service.state_dict()
         else:  # its actor has died: what it had kept is lost, unless a snapshot holds it
@@ -193,7 +147,7 @@ def test_rows_are_written_once_and_in_order_after_failures(seed: int, ray: FakeR
     assert len(service) <= sum(written) * 2 * STEPS
     steps_of_env: dict[int, list[int]] = {}
     for number in range(shards):
-        steps_of_env |= stored_steps(ray, number)
+        steps_of_env |= stored_times(ray, number)
     for env, steps in steps_of_env.items():
         assert steps == sorted(set(steps))
         assert set(steps) <= set(range(written[env // 2] * STEPS))
@@ -201,39 +155,41 @@ def test_rows_are_written_once_and_in_order_after_failures(seed: int, ray: FakeR
 
 
 def test_acknowledged_rows_are_never_lost(ray: FakeRay, tmp_path: Path) -> None:
-    service = ReplayService(buffer(), name="it", folder=tmp_path, unacknowledged=2)
+    service = ReplayService(service_buffer(), name="it", folder=tmp_path, unacknowledged=2)
     for number in range(9):
-        service.extend(rollout(number))
-        shard(ray).die()
+        service.extend(service_rows(number))
+        shard_of(ray).die()
         ((first, *_),) = unacknowledged(service._writer)
         acknowledged = first[0]
-        for steps in stored_steps(ray).values():
+        for steps in stored_times(ray).values():
             assert steps == list(range(len(steps)))
             assert len(steps) >= acknowledged * STEPS
     assert service.state_dict()["snapshots"]
-    assert stored_steps(ray) == {env: list(range(9 * STEPS)) for env in range(ENVS)}
+    assert stored_times(ray) == {env: list(range(9 * STEPS)) for env in range(ENVS)}
     assert len(list((tmp_path / "shard_0").iterdir())) <= 4  # the newest two of each kind
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_run_continues_from_its_checkpoint(elsewhere: bool, ray: FakeRay, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"batches_per_call": 1, "calls_in_flight": 1}
-    first = ReplayService(buffer("prioritized"), name="it", folder=tmp_path / "first", **settings)
+    first = ReplayService(service_buffer("prioritized"), name="it", folder=tmp_path / "first", **settings)
     for number in range(3):
-        first.extend(rollout(number))
+        first.extend(service_rows(number))
     state = first.state_dict()
     expected = [first.draw(8).exclude("source") for _ in range(2)]
-    first.extend(rollout(3))  # of a future that another run does not have
+    first.extend(service_rows(3))  # of a future that another run does not have
     first.state_dict()
     first.shutdown()
     folder = tmp_path / ("second" if elsewhere else "first")
-    second = ReplayService(buffer("prioritized", seed=1), name="it", folder=folder, **settings)
+    second = ReplayService(
+        service_buffer("prioritized", generator=torch.Generator().manual_seed(1)), name="it", folder=folder, **settings
+    )
     second.load_state_dict(state)
     for batch in expected:
         assert (second.draw(8).exclude("source") == batch).all()
-    assert stored_steps(ray) == {env: list(range(3 * STEPS)) for env in range(ENVS)}
-    shard(ray).die()  # before it has a snapshot of its own
-    assert stored_steps(ray) == {env: list(range(3 * STEPS)) for env in range(ENVS)}
+    assert stored_times(ray) == {env: list(range(3 * STEPS)) for env in range(ENVS)}
+    shard_of(ray).die()  # before it has a snapshot of its own
+    assert stored_times(ray) == {env: list(range(3 * STEPS)) for env in range(ENVS)}
     assert second.state_dict() == {"folder": str(folder), "snapshots": ["checkpoint_00000001"]}
     assert len(list((tmp_path / "first" / "shard_0").iterdir())) == 2
     with pytest.raises(ValueError, match="runs already"):
@@ -242,46 +198,46 @@ def test_run_continues_from_its_checkpoint(elsewhere: bool, ray: FakeRay, tmp_pa
 
 def test_writer_waits_for_learners_and_they_for_rows(ray: FakeRay) -> None:
     limits: dict[str, Any] = {"samples_per_insert": 1.0, "error_buffer": 16.0, "min_size": 8}
-    service = ReplayService(buffer(), name="it", batches_per_call=1, calls_in_flight=1, **limits)
+    service = ReplayService(service_buffer(), name="it", batches_per_call=1, calls_in_flight=1, **limits)
     drawing = threading.Thread(target=service.draw, args=(8,))
     drawing.start()
-    other = ReplayService(buffer(), name="it", join=True, **limits)
-    while not ray.actors or not shard(ray).calls:
+    other = ReplayService(service_buffer(), name="it", join=True, **limits)
+    while not ray.actors or not shard_of(ray).calls:
         time.sleep(0.01)
-    other.extend(rollout(0))
+    other.extend(service_rows(0))
     drawing.join(20)
     assert not drawing.is_alive()
-    writer = threading.Thread(target=lambda: [other.extend(rollout(number)) for number in range(1, 9)])
+    writer = threading.Thread(target=lambda: [other.extend(service_rows(number)) for number in range(1, 9)])
     writer.start()
     writer.join(0.3)
     assert writer.is_alive()
-    size, inserted, drawn = ray.get(shard(ray).status.remote())
+    size, inserted, drawn = ray.get(shard_of(ray).status.remote())
     assert -16 <= (inserted - 8) - drawn <= 16
     while writer.is_alive():
         service.draw(8)
-        _, inserted, drawn = ray.get(shard(ray).status.remote())
+        _, inserted, drawn = ray.get(shard_of(ray).status.remote())
         assert -16 <= (inserted - 8) - drawn <= 16
     assert size <= inserted
 
 
 def test_bound_that_is_too_small_raises_in_waiting_calls(ray: FakeRay) -> None:
     limits: dict[str, Any] = {"samples_per_insert": 1.0, "error_buffer": 8.0, "min_size": 8}
-    learner = ReplayService(buffer(), name="it", batches_per_call=1, calls_in_flight=1, **limits)
+    learner = ReplayService(service_buffer(), name="it", batches_per_call=1, calls_in_flight=1, **limits)
     with pytest.raises(UserError, match="runs in this cluster to join"):
-        ReplayService(buffer(), name="it", join=True, **limits).extend(rollout(0))
-    learner.extend(rollout(0))
-    writer, refused = ReplayService(buffer(), name="it", join=True, **limits), []
+        ReplayService(service_buffer(), name="it", join=True, **limits).extend(service_rows(0))
+    learner.extend(service_rows(0))
+    writer, refused = ReplayService(service_buffer(), name="it", join=True, **limits), []
 
     def write() -> None:
         try:
             for number in range(1, 9):
-                writer.extend(rollout(number))
+                writer.extend(service_rows(number))
         except UserError as error:
             refused.append(str(error))
 
     waiting = threading.Thread(target=write)
     waiting.start()
-    while not shard(ray).instance._condition._waiters:
+    while not shard_of(ray).instance._condition._waiters:
         time.sleep(0.01)
     with pytest.raises(UserError, match=r"error_buffer=8.*8.*16"):
         learner.draw(16)
@@ -292,13 +248,13 @@ def test_bound_that_is_too_small_raises_in_waiting_calls(ray: FakeRay) -> None:
 
 
 def test_shards_divide_the_environments_and_serve_in_turn(ray: FakeRay) -> None:
-    service = ReplayService(buffer("prioritized"), name="it", shards=2, batches_per_call=1)
-    service.extend(rollout(0))
-    service.extend(rollout(1).exclude("nothing")[torch.tensor([3, 1])], torch.tensor([3, 1]))
+    service = ReplayService(service_buffer("prioritized"), name="it", shards=2, batches_per_call=1)
+    service.extend(service_rows(0))
+    service.extend(service_rows(1).exclude("nothing")[torch.tensor([3, 1])], torch.tensor([3, 1]))
     service.state_dict()
     service._send_pending()
-    assert stored_steps(ray, 0) == {0: [0, 1], 1: [0, 1, 2, 3]}
-    assert stored_steps(ray, 1) == {2: [0, 1], 3: [0, 1, 2, 3]}
+    assert stored_times(ray, 0) == {0: [0, 1], 1: [0, 1, 2, 3]}
+    assert stored_times(ray, 1) == {2: [0, 1], 3: [0, 1, 2, 3]}
     batches = [service.draw(16) for _ in range(4)]
     assert [sorted({env // 2 for env in batch["env"].tolist()}) for batch in batches] == [[0], [1], [0], [1]]
     for batch in batches:
@@ -306,23 +262,23 @@ def test_shards_divide_the_environments_and_serve_in_turn(ray: FakeRay) -> None:
         service.update_tensordict_priority(batch)
     service._send_pending()
     for number in range(2):
-        priorities = shard(ray, number).buffer.sampler.table.priorities
+        priorities = shard_of(ray, number).buffer.sampler.table.priorities
         assert 2.0 + number in priorities.tolist()
         assert 3.0 - number not in priorities.tolist()
-    drawing = [shard(ray, number).buffer.generator.initial_seed() for number in range(2)]
+    drawing = [shard_of(ray, number).buffer.generator.initial_seed() for number in range(2)]
     assert drawing[0] != drawing[1]
 
 
 def test_kept_service_continues_with_one_later_run_at_a_time(ray: FakeRay) -> None:
-    first = ReplayService(buffer(), name="it", keep=True)
-    first.extend(rollout(0))
+    first = ReplayService(service_buffer(), name="it", keep=True)
+    first.extend(service_rows(0))
     with pytest.raises(ServiceFault, match="name='it'"):
-        ReplayService(buffer(), name="it", keep=True).draw(4)
+        ReplayService(service_buffer(), name="it", keep=True).draw(4)
     first.state_dict()
     first.shutdown()
-    second = ReplayService(buffer(), name="it", keep=True)
+    second = ReplayService(service_buffer(), name="it", keep=True)
     assert second.draw(4).shape == (4,)
-    joined = ReplayService(buffer(), name="it", join=True)
+    joined = ReplayService(service_buffer(), name="it", join=True)
     assert joined.draw(4).shape == (4,)
     joined.shutdown()
     second.shutdown()
@@ -359,14 +315,14 @@ def torn(folder: Path) -> None:
 def test_incompatible_service_is_refused_in_one_line(
     change: dict[str, Any], message: str, ray: FakeRay, tmp_path: Path
 ) -> None:
-    first = ReplayService(buffer(), name="it", folder=tmp_path)
-    first.extend(rollout(0))
+    first = ReplayService(service_buffer(), name="it", folder=tmp_path)
+    first.extend(service_rows(0))
     first.state_dict()
     parts = {name: change.pop(name) for name in ("size", "sampler") if name in change}
     state, spoil = change.pop("state", None), change.pop("spoil", None)
     if change.pop("folder", False):
         change["folder"] = tmp_path
-    second = ReplayService(buffer(**parts), **change)
+    second = ReplayService(service_buffer(**parts), **change)
     if spoil is not None:
         spoil(tmp_path)
     if state is not None:
@@ -377,32 +333,32 @@ def test_incompatible_service_is_refused_in_one_line(
 
 
 def test_different_version_is_refused(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    ReplayService(buffer(), name="it", keep=True).writer("a")
+    ReplayService(service_buffer(), name="it", keep=True).writer("a")
     versions = {"Python": "3.99.0"}
     monkeypatch.setattr("torchrl_lightning.ray.service.installed_versions", lambda: versions)
     with pytest.raises(ServiceFault, match=r"has Python '3\.\S+', but this run has '3.99.0'"):
-        ReplayService(buffer(), name="it", join=True).draw(4)
+        ReplayService(service_buffer(), name="it", join=True).draw(4)
 
 
 def test_error_of_the_start_is_raised(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchrl_lightning.ray.service.zlib.compress", lambda _: b"nothing")
     with pytest.raises(ServiceFault, match="The replay service cannot start: error: "):
-        ReplayService(buffer(), name="it").draw(4)
+        ReplayService(service_buffer(), name="it").draw(4)
 
 
 def test_rows_with_other_entries_are_refused(ray: FakeRay) -> None:
-    service = ReplayService(buffer(), name="it")
-    service.extend(rollout(0))
-    service.extend(rollout(1).exclude("env"))
+    service = ReplayService(service_buffer(), name="it")
+    service.extend(service_rows(0))
+    service.extend(service_rows(1).exclude("env"))
     with pytest.raises(ServiceFault, match=r"The replay service rejected a request: .*env") as error:
-        service.extend(rollout(2))
+        service.extend(service_rows(2))
     assert "\n" not in str(error.value)
 
 
 def test_killed_service_does_not_restart(ray: FakeRay) -> None:
-    service = ReplayService(buffer(), name="it")
-    service.extend(rollout(0))
-    ray.kill(shard(ray))
+    service = ReplayService(service_buffer(), name="it")
+    service.extend(service_rows(0))
+    ray.kill(shard_of(ray))
     with pytest.raises(ServiceFault, match="has ended and did not restart"):
         service.draw(4)
 
@@ -419,12 +375,12 @@ def test_killed_service_does_not_restart(ray: FakeRay) -> None:
 )
 def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ReplayService(buffer(), **settings)
+        ReplayService(service_buffer(), **settings)
 
 
 def test_nonempty_buffer_is_refused() -> None:
-    full = buffer()
-    full.extend(rollout(0))
+    full = service_buffer()
+    full.extend(service_rows(0))
     with pytest.raises(ValueError, match=r"buffer must be empty.*8"):
         ReplayService(full)
 
@@ -436,7 +392,7 @@ def served(folder: Path | None = None, sampler: str = "prioritized", **settings:
     """A DataModule whose rows are in a service, and of which each batch is asked for when it is drawn."""
     one_by_one = {"batches_per_call": 1, "calls_in_flight": 1}
     source = partial(ReplayService, name="it", folder=folder, **one_by_one)
-    return replay_data(lambda num_envs: buffer(sampler, envs=num_envs), source=source, **settings)
+    return replay_data(lambda num_envs: service_buffer(sampler, num_envs=num_envs), source=source, **settings)
 
 
 def test_run_writes_into_the_service_and_learns_from_it(ray: FakeRay, tmp_path: Path) -> None:
@@ -497,3 +453,15 @@ def test_settings_incompatible_with_a_service_are_refused(
         settings = {**settings, "warmup_frames": 0}
     with pytest.raises(ValueError, match=message):
         fit(tmp_path, served(**settings) if "source" not in settings else replay_data(**settings))
+
+
+def test_programs_that_join_a_service_write_each_rollout_once(ray: FakeRay) -> None:
+    first = ReplayService(service_buffer(), name="it")
+    programs = [first, *(ReplayService(service_buffer(), name="it", join=True) for _ in range(2))]
+    env_ids = [torch.tensor([0, 1]), torch.tensor([2]), torch.tensor([3])]
+    for number in range(6):
+        for program, ids in zip(programs, env_ids, strict=True):
+            program.extend(service_rows(number)[ids], ids)
+    for program in programs:
+        program._writer.wait_until_written()
+    assert stored_times(ray) == {env: list(range(12)) for env in range(ENVS)}

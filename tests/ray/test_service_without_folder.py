@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from kit.fake_ray import FakeRay, RayActorError, fake_ray, sent
+from kit.fake_ray import FakeRay, RayActorError, sent
 from kit.replay import dqn, fit, replay_data
 from kit.service import (
     ENVS,
@@ -32,14 +32,6 @@ from torchrl_lightning.ray.cluster import ServiceFault
 
 ONE_BY_ONE: dict[str, Any] = {"batches_per_call": 1, "calls_in_flight": 1}
 ROWS = ENVS * STEPS
-
-
-@pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
-    monkeypatch.setattr("torchrl_lightning.ray._service_writer._RETRY_INTERVAL", 0.0)
-    monkeypatch.setattr("torchrl_lightning.ray._service_writer._WAIT_CHECK_DELAY", 0.02)
-    with fake_ray() as fake:
-        yield fake
 
 
 def lost_rows(caplog: pytest.LogCaptureFixture) -> list[int]:

@@ -18,13 +18,13 @@ Arrays = dict[Any, NDArray[Any]]
 class Receipt(NamedTuple):
     """The numbers of a writer's rollouts that are written and that are in a snapshot.
 
-    ``has_other_readers`` is True if another thread or process than the writer draws. ``start`` describes the content
-    with which the shard began.
+    ``has_other_readers`` is True if another thread or process than the writer draws, and None if a restarted shard does
+    not know it. ``start`` describes the content with which the shard began.
     """
 
     written: int
     acknowledged: int
-    has_other_readers: bool
+    has_other_readers: bool | None
     start: str
 
 
@@ -32,8 +32,8 @@ class SampledBatches(NamedTuple):
     """The batches of one call, and the shard's start time and numbers of stored, written and drawn rows.
 
     The batches are empty if the call does not wait and too few rows are stored. ``has_other_writers`` is True if
-    another thread or process than the reader writes. ``has_folder`` is False if a crash loses the rows. ``start``
-    describes the content with which the shard began.
+    another thread or process than the reader writes, and None if a restarted shard does not know it. ``has_folder`` is
+    False if a crash loses the rows. ``start`` describes the content with which the shard began.
     """
 
     batches: list[tuple[list[int], list[Any], Arrays]]
@@ -41,7 +41,7 @@ class SampledBatches(NamedTuple):
     size: int
     inserted: int
     drawn: int
-    has_other_writers: bool
+    has_other_writers: bool | None
     has_folder: bool
     start: str
 

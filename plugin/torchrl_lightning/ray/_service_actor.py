@@ -69,7 +69,7 @@ class ServiceActor:
         self._readers: set[str] = set()  # the threads that draw
         self._waiting: dict[Request, tuple[bool, int]] = {}  # True for draws, and the number of rows
         self._missing_steps = ""  # the reason why the sampler finds no batch, while a restarted actor is refilled
-        self._is_refilling = self._lacks_draws = is_restarted = _is_restarted()
+        self._is_restarted = self._is_refilling = self._lacks_draws = is_restarted = _is_restarted()
         self._is_catching_up = False  # inserts do not wait until the next draw
         try:
             self._buffer, self._limiter = pickle.loads(zlib.decompress(payload))
@@ -155,32 +155,44 @@ class ServiceActor:
         finally:
             self._waiting.pop(request, None)
 
-    async def check_wait(self, request: Request, caller: str, has_others: bool) -> None:
+    async def check_wait(self, request: Request, caller: str, has_others: bool | None) -> bool | None:
         """Raise a ServiceFault if a request of a thread waits for other requests that only the same thread sends.
 
         Args:
             request: The session and number of a rollout, or the sender and number of a draw.
             caller: The thread that waits for the answer.
-            has_others: True if other threads have written or drawn before this actor was restarted.
+            has_others: Whether other threads have written or drawn before; None if the sender does not know it.
+
+        Returns:
+            Whether other threads write or draw; None if the request does not wait, or if this actor was restarted and
+            other threads have not called it yet.
         """
         async with self._condition:
-            if has_others or request not in self._waiting:
-                return
+            if request not in self._waiting:
+                return None
             is_draw, rows = self._waiting[request]
+            others = self._has_others(set(self._callers.values()) if is_draw else self._readers, caller)
+            if has_others or others or (has_others is None and others is None):
+                return others
             if is_draw:
-                is_alone = set(self._callers.values()) == {caller}
-                if not is_alone or (self._limiter.admits_draw(rows) and not self._missing_steps):
-                    return
+                if caller not in self._callers.values():
+                    return others
+                if self._limiter.admits_draw(rows) and not self._missing_steps:
+                    return others
                 reason = self._missing_steps or self._limiter.describe_draw_wait(rows)
             else:
-                if self._readers != {caller} or self._limiter.admits_insert(rows):
-                    return
+                if caller not in self._readers or self._limiter.admits_insert(rows):
+                    return others
                 if self._lacks_draws:  # the draws after the snapshot are not counted, but their rows are written again
                     self._lacks_draws, self._is_catching_up = False, True
                     self._condition.notify_all()
-                    return
+                    return others
                 reason = self._limiter.describe_insert_wait(rows)
             raise ServiceFault(f"A process that writes and draws waits for itself: {reason}")
+
+    def _has_others(self, callers: set[str], caller: str) -> bool | None:
+        """Return whether there are other callers; None if this actor was restarted and may not know them yet."""
+        return True if callers - {caller} else None if self._is_restarted else False
 
     def flush(self, writer: str, session: str) -> Receipt:
         """Acknowledge all rollouts of a writer. Write a snapshot if necessary."""
@@ -203,7 +215,8 @@ class ServiceActor:
             acknowledged = written
         elif known_session != session:
             acknowledged = 0
-        return Receipt(written, acknowledged, bool(self._readers - {self._callers.get(writer)}), self._start)
+        has_other_readers = self._has_others(self._readers, self._callers.get(writer, ""))
+        return Receipt(written, acknowledged, has_other_readers, self._start)
 
     # -- drawing -----------------------------------------------------------------------------------------------------
     async def draw(
@@ -243,7 +256,7 @@ class ServiceActor:
                 self._condition.notify_all()
         packed = [pack_batch(batch) for batch in batches or ()]
         counts = len(self._buffer), *self._row_counts()
-        has_other_writers = bool(set(self._callers.values()) - {caller})
+        has_other_writers = self._has_others(set(self._callers.values()), caller)
         return SampledBatches(
             packed, self._start_time, *counts, has_other_writers, self._folder is not None, self._start
         )

@@ -43,6 +43,16 @@ def current_caller() -> str:
     return f"{_PROCESS}/{os.getpid()}/{threading.get_ident()}"
 
 
+def merged_knowledge(known: bool | None, new: bool | None) -> bool | None:
+    """Return whether other threads use a shard, from earlier knowledge and a new answer; None is unknown.
+
+    Examples:
+        >>> merged_knowledge(None, False), merged_knowledge(False, None), merged_knowledge(True, False)
+        (False, False, True)
+    """
+    return known if new is None else bool(known) or new
+
+
 def call_shard(
     shard: Shard,
     awaited: str,
@@ -183,7 +193,7 @@ class ShardWriter:
         self._acknowledged_steps = np.zeros(num_envs, np.int64)  # of each environment in this session
         self._ring_length = ring_length
         self._cut_envs: set[int] = set()  # the last rows of these environments are lost
-        self._has_other_readers = False
+        self._has_other_readers: bool | None = None  # whether other threads draw; None if it is unknown
         self._pending: Any = None  # the pending request
         self.written = 0
         """The number of rollouts that the shard has confirmed as written."""
@@ -239,11 +249,12 @@ class ShardWriter:
     def _check_wait(self, number: int, request: Any) -> None:
         """Raise a ServiceFault if a rollout waits for draws of this thread."""
         arguments = (self._session, number), current_caller(), self._has_other_readers
-        self._call("the check of a wait", self._shard.actor.check_wait.remote, *arguments)
+        others = self._call("the check of a wait", self._shard.actor.check_wait.remote, *arguments)
+        self._has_other_readers = merged_knowledge(self._has_other_readers, others)
 
     def _read_receipt(self, receipt: Receipt) -> None:
         self.written, acknowledged, has_other_readers, start = receipt
-        self._has_other_readers |= has_other_readers
+        self._has_other_readers = merged_knowledge(self._has_other_readers, has_other_readers)
         while self._unacknowledged and self._unacknowledged[0][0] < acknowledged:
             _, rows, env_ids, *_ = self._unacknowledged.popleft()
             steps = self._acknowledged_steps.copy()  # Ray makes the arrays of a sent object read-only

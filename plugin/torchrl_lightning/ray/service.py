@@ -26,7 +26,7 @@ from torchrl_lightning._core.trust import ConfigSafe
 from torchrl_lightning._core.validators import boolean, check_defaults, integer
 from torchrl_lightning.ray._serialization import BatchUpdate, SampledBatches, as_arrays, pack_batch, unpack_batch
 from torchrl_lightning.ray._service_actor import SNAPSHOT_NAME, ServiceActor, buffer_properties
-from torchrl_lightning.ray._service_writer import ServiceWriter, Shard, call_shard, current_caller
+from torchrl_lightning.ray._service_writer import ServiceWriter, Shard, call_shard, current_caller, merged_knowledge
 from torchrl_lightning.ray._waits import demand_of
 from torchrl_lightning.ray.cluster import ServiceFault, connect, installed_versions
 from torchrl_lightning.ray.rate_limiter import RateLimiter
@@ -142,12 +142,10 @@ class ReplayService(ConfigSafe):
         self._resumed: list[Path | None] = [None] * self.shards
         self._writer: ServiceWriter | None = None
         self._cut_envs: set[int] = set()  # the next rows of these environments begin a new trajectory
-        self._pending_calls: deque[tuple[Any, int, int]] = (
-            deque()
-        )  # reference, shard, number of batches served before the request
-        self._batches: deque[tuple[Any, int, int, int]] = (
-            deque()
-        )  # batch, shard, start time of the shard, number of batches served before the request
+        # reference, shard, number of batches served before the request
+        self._pending_calls: deque[tuple[Any, int, int]] = deque()
+        # batch, shard, start time of the shard, number of batches served before the request
+        self._batches: deque[tuple[Any, int, int, int]] = deque()
         self._batch_size = 0
         self._updates: list[list[Any]] = [[] for _ in range(self.shards)]  # sent with the next call
         self._num_requested = self._num_served = 0
@@ -155,7 +153,7 @@ class ReplayService(ConfigSafe):
         self._counts = [(0, 0, 0)] * self.shards  # size, rows written and rows drawn of each shard
         self._start_times = [0] * self.shards  # start time of each shard at its last answer
         self._client = secrets.token_hex(8)  # the sender of requests for batches
-        self._has_other_writers = False  # True if another thread has written
+        self._has_other_writers: bool | None = None  # whether other threads have written; None if it is unknown
         self._waits = True  # False if requests return no batches instead of waiting for rows
 
     @property
@@ -187,7 +185,8 @@ class ReplayService(ConfigSafe):
     def extend(self, data: TensorDictBase, env_ids: torch.Tensor | None = None) -> None:
         """Write steps in the format of :meth:`ExperienceBuffer.extend`. They may arrive only after the next call."""
         if self._writer is None:
-            self._writer = self.writer(f"rank {this_rank()}")
+            client = f" of {self._client}" if self.join else ""  # programs that join a service have equal ranks
+            self._writer = self.writer(f"rank {this_rank()}{client}")
         ids = list(range(self.buffer.parts[2].num_envs)) if env_ids is None else env_ids.tolist()
         rows = time_major(data, len(ids), None, self.buffer.time_dim).clone()  # a collector may reuse its memory
         cut = [env for env in ids if env in self._cut_envs]
@@ -287,7 +286,9 @@ class ReplayService(ConfigSafe):
         if self._writer is not None:
             self._writer.wait_until_written(shard)
         arguments = (self._client, number), current_caller(), self._has_other_writers
-        call_shard(self._shards[shard], "the check of a wait", self._actors[shard].check_wait.remote, *arguments)
+        send = self._actors[shard].check_wait.remote
+        others = call_shard(self._shards[shard], "the check of a wait", send, *arguments)
+        self._has_other_writers = merged_knowledge(self._has_other_writers, others)
 
     def _note_answer(self, shard: int, sampled: SampledBatches) -> None:
         has_restarted = self._start_times[shard] not in (0, sampled.start_time)
@@ -301,7 +302,7 @@ class ReplayService(ConfigSafe):
             )
         self._start_times[shard] = sampled.start_time
         self._counts[shard] = sampled.size, sampled.inserted, sampled.drawn
-        self._has_other_writers |= sampled.has_other_writers
+        self._has_other_writers = merged_knowledge(self._has_other_writers, sampled.has_other_writers)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Read the priorities that a loss wrote into a batch, and send them with the next call."""
@@ -360,10 +361,8 @@ class ReplayService(ConfigSafe):
             raise state_error(names, "snapshots", "names of snapshots")
         recorded = Path(str(state_dict.get("folder")))
         for shard, name in enumerate(names):
-            own_folder = None if self.folder is None else _shard_folder(self.folder, shard) / name
-            self._resumed[shard] = (
-                own_folder if own_folder is not None and own_folder.is_dir() else _shard_folder(recorded, shard) / name
-            )
+            folders = [_shard_folder(folder, shard) / name for folder in (self.folder, recorded) if folder is not None]
+            self._resumed[shard] = next((folder for folder in folders if folder.is_dir()), folders[-1])
 
     # -- the service -------------------------------------------------------------------------------------------------
     def _start(self) -> None:
