@@ -21,7 +21,7 @@ from tensordict import TensorDict
 
 from kit.forks import Forked, forked_workers
 from kit.misbehaving import Fault, Misbehaving, insists
-from kit.processes import members
+from kit.processes import members, survivors
 from torchrl_lightning._core.processes import end_processes
 from torchrl_lightning.cli.error_messages import exit_with_one_line
 from torchrl_lightning.collectors import AsynchronousCollector, GymnasiumCollector
@@ -66,10 +66,7 @@ def end_with_its_leader(process: Forked) -> None:
         assert len(members(process.pid)) > 1
         process.send(signal.SIGKILL)
         process.ends(10)
-        deadline = time.monotonic() + 10
-        while members(process.pid) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert members(process.pid) == []
+        assert survivors(process.pid, 10) == []
     finally:
         for pid in members(process.pid):
             os.kill(pid, signal.SIGKILL)

@@ -101,9 +101,9 @@ class Stops:
             return "ends before a checkpoint" if is_early else "has no checkpoint"
         if status == 0:
             return "had ended before" if weights(run.last) == weights(complete) else "ended with other weights"
-        if program == "command" and number != signal.SIGKILL:
+        if program == "command" and number != signal.SIGKILL and not is_early:
             expected = 143 if number == signal.SIGTERM else 1
-            if is_early is False and (status != expected or len(lines) > 10):
+            if status != expected or len(lines) > 10:
                 return f"status {status}, {len(lines)} lines after {number.name} to {ranks}: {lines[-3:]}"
         if len(frames_of(run.last)) != 1:
             return f"the ranks stored {frames_of(run.last)} frames"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from kit.processes import environment, members
+from kit.processes import environment, members, survivors
 
 COMMAND = Path(sys.executable).parent / "torchrl-lightning-train"
 SETTINGS = [
@@ -143,10 +143,7 @@ class RankRun:
 
     def left(self, seconds: float = 30) -> list[int]:
         """Return the processes that have outlived the first rank for some seconds."""
-        deadline = time.monotonic() + seconds  # multiprocessing's own helper outlives its parent by an instant
-        while members(self._process.pid) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return members(self._process.pid)
+        return survivors(self._process.pid, seconds)
 
     def kill(self) -> None:
         """Kill all processes of the run."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -12,12 +11,12 @@ import pytest
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from kit.actor_critic import TinyActorCritic, rollouts
+from kit.fake_ray import fake_ray
 from kit.ranks import Report, fit_ranks, reports, run_ranks
-from kit.replay import dqn, replay_data
-from torchrl_lightning import GymnasiumCollector
+from kit.replay import dqn, fit, replay_data
+from torchrl_lightning import GymnasiumCollector, ReplayService
 from torchrl_lightning._core.ranks import this_rank
-from torchrl_lightning.datamodules._run import rank_agreement
-from torchrl_lightning.datamodules._run.rank_agreement import on_all_ranks, rollouts_of_all_ranks
+from torchrl_lightning.datamodules._run.rank_agreement import rollouts_of_all_ranks
 
 ENDS = {"first": (2, 4), "second": (5, 3), "uneven": (9, 9)}
 """The number of rollouts of each rank, by the rank whose collector ends earlier."""
@@ -75,26 +74,29 @@ def test_ranks_stop_together_if_one_collector_ends(name: str, frames: int, tmp_p
         assert "the same number of frames on all ranks, got" in (folder / f"error_{rank}").read_text()
 
 
-class Ranks(SingleDeviceStrategy):
-    """A strategy of two ranks, of which the other one has given values."""
+class OtherRankIsEmpty(SingleDeviceStrategy):
+    """A strategy of one process whose other rank has no rows in its replay service for two decisions."""
 
-    def __init__(self, other: bool) -> None:
+    def __init__(self) -> None:
         super().__init__("cpu")
-        self.other = other
+        self.decisions: list[bool] = []
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision and self.other if all else decision or self.other
+        self.decisions.append(decision)
+        return decision and len(self.decisions) > 2
 
 
-@pytest.mark.parametrize(
-    ("own", "other", "ranks", "expected"),
-    [(True, True, 2, True), (True, False, 2, False), (False, True, 2, False), (False, False, 1, False)],
-)
-def test_condition_holds_only_on_all_ranks_together(
-    own: bool, other: bool, ranks: int, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rank_agreement, "world_size", lambda: ranks)
-    assert on_all_ranks(own, SimpleNamespace(strategy=Ranks(other))) is expected
+def test_rank_collects_until_the_services_of_all_ranks_have_rows(tmp_path: Path) -> None:
+    frames, strategies = [], [SingleDeviceStrategy("cpu"), OtherRankIsEmpty()]
+    for number, strategy in enumerate(strategies):
+        with fake_ray():
+            service = partial(ReplayService, name="it", batches_per_call=1, calls_in_flight=1)
+            sizes = {"frames_per_batch": 8, "warmup_frames": 16, "frames_per_update": 8, "updates_per_epoch": 1}
+            data = replay_data(source=service, checkpoint_buffer="none", total_frames=-1, **sizes)
+            fit(tmp_path / str(number), data, max_epochs=1, strategy=strategy)
+            frames.append(data.frames)
+    assert frames == [16, 32]
+    assert strategies[1].decisions[:2] == [True, True]
 
 
 def test_single_rank_yields_all_rollouts_without_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:

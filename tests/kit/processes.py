@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -25,6 +26,17 @@ def members(session: int) -> list[int]:
         if fields[3] == str(session) and fields[0] != "Z":
             alive.append(int(stat.parent.name))
     return alive
+
+
+def survivors(session: int, seconds: float = 300) -> list[int]:
+    """Return the processes of a session that are left after some seconds.
+
+    A helper process of multiprocessing outlives its parent by a moment.
+    """
+    deadline = time.monotonic() + seconds
+    while (left := members(session)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
 
 
 def alive(pid: int) -> bool:

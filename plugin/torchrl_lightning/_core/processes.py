@@ -9,9 +9,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 
 from torchrl_lightning._core.errors import UserError
 
@@ -24,6 +26,19 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 def is_main_thread() -> bool:
     """Return whether this thread is the main thread, which handles signals."""
     return threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def handled_signal(number: int, handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Call a handler for a signal within a block; outside the main thread, do nothing."""
+    if not is_main_thread():
+        yield
+        return
+    previous_handler = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, previous_handler)
 
 
 def after_fork(function: Callable[[], object]) -> None:

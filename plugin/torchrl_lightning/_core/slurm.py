@@ -6,10 +6,11 @@ import logging
 import os
 import signal
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from torchrl_lightning._core.processes import handled_signal
 
 _log = logging.getLogger(__name__)
 
@@ -41,14 +42,13 @@ def requeued_on_signal() -> Iterator[None]:
         is_requested = True
         signal.raise_signal(signal.SIGTERM)
 
-    if job_id() is None or threading.current_thread() is not threading.main_thread():
+    if job_id() is None:
         yield
         return
-    previous_handler = signal.signal(signal.SIGUSR1, handle)
     try:
-        yield
+        with handled_signal(signal.SIGUSR1, handle):
+            yield
     finally:
-        signal.signal(signal.SIGUSR1, previous_handler)
         if is_requested:
             requeue()
 

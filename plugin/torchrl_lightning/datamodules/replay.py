@@ -32,7 +32,6 @@ from torchrl_lightning.datamodules._run.batch_state import plain_batch, read_bat
 from torchrl_lightning.datamodules._run.buffer_factories import ReplayBufferFactory
 from torchrl_lightning.datamodules._run.discounts import check_discount, discount_of
 from torchrl_lightning.datamodules._run.environments import is_ready
-from torchrl_lightning.datamodules._run.rank_agreement import on_all_ranks
 from torchrl_lightning.datamodules._run.sequence_checks import check_windows, passes_batches_unchanged
 from torchrl_lightning.datamodules._run.snapshots import BufferSnapshots, check_folder
 from torchrl_lightning.datamodules._run.step_writer import SharedMemorySteps, Steps, check_resets, split_at_resets
@@ -333,7 +332,8 @@ class ReplayDataModule(UpdatesDataModule):
         """Return whether a source that stores the rows lacks rows on any rank; all ranks collect again then."""
         can_draw = self._can_draw if self._resumed_batch is None else None
         is_ready = len(self._row_store) > 0 and (can_draw is None or can_draw(self.batch_size))
-        return not on_all_ranks(is_ready, self.trainer)
+        trainer: Any = self.trainer
+        return not trainer.strategy.reduce_boolean_decision(is_ready)
 
     def _is_finished(self) -> bool:
         """Return whether all frames are collected and all updates are made."""

@@ -21,7 +21,7 @@ from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from torchrl_lightning._core.interrupts import interrupts
-from torchrl_lightning._core.processes import is_main_thread
+from torchrl_lightning._core.processes import handled_signal
 from torchrl_lightning.cli.error_messages import UsageError
 from torchrl_lightning.cli.sweeps.jobs import (
     FailedJob,
@@ -213,7 +213,8 @@ def run_sweep(hydra: Any, config_name: str, task: Callable[[Any], Any], override
             implementation.launcher, job_task, config, context, search, ignored_interrupts, raises=not is_basic
         )
         if not isinstance(implementation.launcher, BasicLauncher):
-            stack.enter_context(_sigterm_exits())
+            # A launcher ends its processes if the signal raises an exception. A trainer here handles SIGTERM itself.
+            stack.enter_context(handled_signal(signal.SIGTERM, _exit))
         implementation.launcher = launcher
         stack.enter_context(_readable_log(config, implementation))
         arguments = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
@@ -272,19 +273,6 @@ def _readable_log(config: DictConfig, sweeper: Any) -> Iterator[None]:
         log.removeFilter(is_new)
 
 
-@contextmanager
-def _sigterm_exits() -> Iterator[None]:
-    """Make SIGTERM raise SystemExit, so that a launcher ends its processes. A trainer here handles SIGTERM."""
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        print("terminated", file=sys.stderr)
-        sys.exit(128 + signal.SIGTERM)
-
-    if not is_main_thread():
-        yield
-        return
-    previous_handler = signal.signal(signal.SIGTERM, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous_handler)
+def _exit(number: int, frame: FrameType | None) -> None:
+    print("terminated", file=sys.stderr)
+    sys.exit(128 + number)

@@ -1,4 +1,4 @@
-"""A search with Optuna: which process a running trial belongs to, and which trial a run belongs to.
+"""The trials of a search with Optuna, with the process that owns each running trial.
 
 Each search process holds the lock of its own file as long as it lives. The file is in the folder of the search, which
 several machines may share. Each trial contains the name of the file from the moment of its creation. A running trial
@@ -62,7 +62,7 @@ class Search:
         return [self._storage.get_trial_number_from_id(trial_id) for trial_id in self._trial_ids[-count:]]
 
     def overrides(self, trial: int | None) -> list[str]:
-        """Return overrides that tell a run the number of its trial, and a unique name for its folder."""
+        """Return overrides with the number of a run's trial and a unique name for its folder."""
         if not self._passes_trials:
             return []
         # Digits only, because curves are labelled by names that are not serial numbers.

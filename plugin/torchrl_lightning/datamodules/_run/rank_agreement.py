@@ -49,13 +49,3 @@ def rollouts_of_all_ranks(rollouts: Iterable[TensorDictBase], trainer: Any) -> I
                 f"{largest}. Correct frames_per_batch of the collector."
             )
         yield rollout
-
-
-def on_all_ranks(is_true: bool, trainer: Any) -> bool:
-    """Return whether a condition is true on all ranks; all ranks return the same.
-
-    Args:
-        is_true: The condition on this rank.
-        trainer: The run's trainer.
-    """
-    return is_true if world_size() == 1 else bool(trainer.strategy.reduce_boolean_decision(is_true))
