@@ -465,3 +465,32 @@ def test_programs_that_join_a_service_write_each_rollout_once(ray: FakeRay) -> N
     for program in programs:
         program._writer.wait_until_written()
     assert stored_times(ray) == {env: list(range(12)) for env in range(ENVS)}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_rejected_rollout_is_dropped_and_later_rollouts_are_written(shards: int, ray: FakeRay) -> None:
+    service = ReplayService(service_buffer("sequences"), name="it", shards=shards)
+    refusals = 0
+    for number in range(8):
+        rows = service_rows(number)
+        try:
+            service.extend(rows.exclude("env") if number == 2 else rows)
+        except ServiceFault:
+            refusals += 1
+    service._writer.wait_until_written()
+    assert refusals == shards
+    for shard in range(shards):
+        for steps in stored_times(ray, shard).values():
+            assert steps == [*range(2 * STEPS), *range((4 + shard) * STEPS, 8 * STEPS)]
+    for _ in range(20):  # no window joins the rows around the rejected ones
+        batch = service.draw(16)
+        assert (torch.where(batch["mask"][:, 1:], batch["time"].diff(dim=1), 1) == 1).all()
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("ids", [[4, 5], [-1, 0], [0, 0], [0, 1, 2, 3, 4]])
+def test_unknown_environments_are_refused_before_rows_are_sent(ids: list[int], shards: int, ray: FakeRay) -> None:
+    service = ReplayService(service_buffer(), name="it", shards=shards)
+    with pytest.raises(ValueError, match=r"env_ids must be different numbers in \[0, 4\), got "):
+        service.extend(service_rows(0, envs=len(ids)), torch.tensor(ids))
+    assert not ray.actors

@@ -30,6 +30,10 @@ _WAIT_CHECK_DELAY = 1.0  # seconds until a call checks whether it waits for its 
 _PROCESS = secrets.token_hex(8)
 
 
+class RejectedRequest(ServiceFault):
+    """A shard has rejected the content of a request."""
+
+
 class Shard(NamedTuple):
     """A shard as its callers see it: the actor's handle, the name in messages, and the resources that it reserves."""
 
@@ -75,7 +79,8 @@ def call_shard(
             request waits forever.
 
     Raises:
-        UserError: The shard rejects the request.
+        RejectedRequest: The shard rejects the content of the request.
+        UserError: The shard cannot start, or the request waits forever.
         ServiceFault: The shard was ended permanently, or did not restart in time.
     """
     import ray
@@ -91,7 +96,7 @@ def call_shard(
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, UserError):
                 raise error.cause from None
-            raise ServiceFault(f"The replay service rejected a request: {one_line(error.cause)}") from error
+            raise RejectedRequest(f"The replay service rejected a request: {one_line(error.cause)}") from error
         except death_errors(ray) as error:
             if has_failed_to_start(error):
                 raise ServiceFault(
@@ -205,7 +210,7 @@ class ShardWriter:
             self._read_receipt(self._call("the snapshot", self._shard.actor.flush.remote, self._name, self._session))
             self._resend_lost()
         self._append(rows, env_ids, cut_envs, check_successors)
-        self._pending = self._send(-1)
+        self._pending = self._send(self._num_sent - 1)
 
     def _append(self, rows: Arrays, env_ids: list[int], cut_envs: list[int], check_successors: bool) -> None:
         if self._cut_envs:
@@ -227,23 +232,36 @@ class ShardWriter:
         pending, self._pending = self._pending, None
         if pending is None:
             return False
-        check_wait = partial(self._check_wait, self._num_sent - 1)
-        self._read_receipt(self._call("the receipt", self._send, -1, pending=pending, check_wait=check_wait))
+        self._confirm(self._num_sent - 1, pending)
         return self._resend_lost()
 
     def _resend_lost(self) -> bool:
         has_lost = self.written < self._num_sent
         while self.written < self._num_sent:
-            index = self.written - self._unacknowledged[0][0]
-            check_wait = partial(self._check_wait, self.written)
-            self._read_receipt(self._call("the receipt", self._send, index, check_wait=check_wait))
+            self._confirm(self.written)
         return has_lost
+
+    def _confirm(self, number: int, pending: Any = None) -> None:
+        """Wait until a rollout is written. If the shard rejects the rollout, drop it and cut its environments."""
+        send, check_wait = partial(self._send, number), partial(self._check_wait, number)
+        try:
+            receipt = self._call("the receipt", send, pending=pending, check_wait=check_wait)
+        except RejectedRequest:
+            kept = list(self._unacknowledged)
+            self._unacknowledged, self._num_sent = deque(), kept[0][0]
+            for rollout_number, *rollout in kept:
+                if rollout_number == number:
+                    self._cut_envs.update(rollout[1])
+                else:
+                    self._append(*rollout)
+            raise
+        self._read_receipt(receipt)
 
     def _call(self, awaited: str, send: Callable[..., Any], *args: Any, **settings: Any) -> Any:
         return call_shard(self._shard, f"{awaited} for rollouts of {self._name}", send, *args, **settings)
 
-    def _send(self, index: int) -> Any:
-        rollout = self._unacknowledged[index]
+    def _send(self, number: int) -> Any:
+        rollout = self._unacknowledged[number - self._unacknowledged[0][0]]
         return self._shard.actor.insert.remote(self._name, self._session, *rollout, current_caller())
 
     def _check_wait(self, number: int, request: Any) -> None:

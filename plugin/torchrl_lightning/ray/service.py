@@ -184,10 +184,10 @@ class ReplayService(ConfigSafe):
 
     def extend(self, data: TensorDictBase, env_ids: torch.Tensor | None = None) -> None:
         """Write steps in the format of :meth:`ExperienceBuffer.extend`. They may arrive only after the next call."""
+        ids = self.buffer.writer.check_ids(env_ids).tolist()
         if self._writer is None:
             client = f" of {self._client}" if self.join else ""  # programs that join a service have equal ranks
             self._writer = self.writer(f"rank {this_rank()}{client}")
-        ids = list(range(self.buffer.parts[2].num_envs)) if env_ids is None else env_ids.tolist()
         rows = time_major(data, len(ids), None, self.buffer.time_dim).clone()  # a collector may reuse its memory
         cut = [env for env in ids if env in self._cut_envs]
         compares = self.buffer.writer.check_successors
