@@ -97,14 +97,17 @@ def test_second_signal_ends_the_process_and_repeated_deliveries_do_not(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[int] = []
-    monkeypatch.setattr(module, "_end_process", lambda number, why: ended.append(number))
+    killed: list[str] = []
+    monkeypatch.setattr(module.os, "_exit", ended.append)
+    ranks.stop._launched.append(SimpleNamespace(kill=lambda: killed.append("rank 1")))  # it may be suspended
     clock = iter([10.0, 10.5, 12.0])
     monkeypatch.setattr(module, "monotonic", lambda: next(clock))
     ranks.stop._note(signal.SIGTERM)
     ranks.stop._note(signal.SIGTERM)
-    assert ended == []
+    assert ended == killed == []
     ranks.stop._note(signal.SIGINT)
-    assert ended == [signal.SIGINT]
+    assert ended == [130]
+    assert killed == ["rank 1"]
     monkeypatch.undo()
 
 

@@ -17,6 +17,8 @@ import yaml
 from cli.commands import unchanged_process
 from cli.written_runs import write_run
 from kit.processes import environment
+from torchrl_lightning._core.errors import UserError
+from torchrl_lightning.cli.error_messages import exit_with_one_line
 
 TABLE = yaml.safe_load((Path(__file__).parents[1] / "data" / "mistakes.yaml").read_text())
 
@@ -103,3 +105,24 @@ def test_closed_pipe_exits_silently(command, argument, tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment(), stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "prefix"),
+    [
+        ({}, ""),
+        ({"LOCAL_RANK": "0", "NODE_RANK": "1"}, ""),
+        ({"LOCAL_RANK": "1"}, "rank 1: "),
+        ({"LOCAL_RANK": "1", "NODE_RANK": "2"}, "rank 1 of node 2: "),
+    ],
+)
+def test_error_of_another_rank_names_the_rank(
+    ranks: dict[str, str], prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_RANK", "NODE_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as end, exit_with_one_line():
+        raise UserError("no licence.")
+    assert end.value.code == f"error: {prefix}no licence."

@@ -45,9 +45,10 @@ def ended(
     [
         ([-9], 0, 137, "error: rank 1 was killed by SIGKILL; "),
         ([None, -11], 1, 139, "error: rank 4 was killed by SIGSEGV; "),
-        ([1], 0, 1, ""),
-        ([143], 0, 143, ""),
-        ([255], 0, 255, ""),
+        ([None, 0], 0, 1, "error: rank 2 ended with status 0; "),
+        ([1], 0, 1, "error: rank 1 ended with status 1; "),  # the rank may have reported an error
+        ([143], 1, 143, "error: rank 3 ended with status 143; "),
+        ([255], 0, 255, "error: rank 1 ended with status 255; "),
         ([None], 0, 1, "error: another rank has ended; "),
         ([], 0, 1, "error: another rank has ended; "),
     ],
@@ -61,7 +62,7 @@ def test_first_rank_reports_the_rank_that_ended(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert ended(monkeypatch, codes, node=node) == status
-    assert capsys.readouterr().err == (f"{line}there is no checkpoint yet.\n" if line else "")
+    assert capsys.readouterr().err == f"{line}there is no checkpoint yet.\n"
 
 
 def test_launched_rank_leaves_the_report_to_the_first_rank_while_it_lives(
@@ -73,6 +74,17 @@ def test_launched_rank_leaves_the_report_to_the_first_rank_while_it_lives(
     monkeypatch.setattr(rank_failures.os, "getppid", lambda: next(parents))
     assert ended(monkeypatch, [], local=1, node=1) == 1
     assert capsys.readouterr().err == "error: rank 2 has ended; there is no checkpoint yet.\n"
+
+
+def test_error_of_the_first_rank_ends_the_others_before_they_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[str] = []
+    monkeypatch.setattr(rank_failures.rank_stop, "processes", [SimpleNamespace(kill=lambda: killed.append("rank 1"))])
+    with pytest.raises(SystemExit), reported_rank_failures(trainer=_single()):
+        raise SystemExit(143)  # all ranks have agreed to stop
+    assert killed == []
+    with pytest.raises(ValueError, match="motor"), reported_rank_failures(trainer=_single()):
+        raise ValueError("the motor is broken")
+    assert killed == ["rank 1"]
 
 
 def test_each_rank_of_another_launcher_reports(

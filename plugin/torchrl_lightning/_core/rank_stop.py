@@ -43,6 +43,7 @@ class RankStop:
         is_active: Whether this object handles the signals of a run with several ranks.
         agreed: The signal after which the ranks have agreed to stop, or None.
         processes: The processes of the other ranks that this rank has launched and must wait for, in order of rank.
+        first_rank_reports: Whether the machine's first rank reports the end of this rank.
     """
 
     def __init__(self) -> None:
@@ -52,6 +53,7 @@ class RankStop:
         self._device = torch.device("cpu")
         self._launched: list[subprocess.Popen[bytes]] = []  # Lightning's list, which its process observer reads
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.first_rank_reports = False
         self._handlers: dict[int, Any] = {}
         self._signals: dict[int, float] = {}  # received signals, and the time when each first arrived
         self._steps = _Interval(1)
@@ -154,7 +156,7 @@ class RankStop:
         now = monotonic()
         first = min(self._signals.values(), default=now)
         if now - first > _REPEATED:
-            _end_process(number, "by a second signal")
+            self._end_process(number, "by a second signal")
         if not self._signals:
             timer = threading.Timer(_PATIENCE, self._give_up, [number])
             timer.daemon = True
@@ -165,7 +167,14 @@ class RankStop:
 
     def _give_up(self, number: int) -> None:
         if self.agreed is None and self._owner is not None:
-            _end_process(number, f"because the other ranks did not agree to stop within {_PATIENCE:g} seconds")
+            self._end_process(number, f"because the other ranks did not agree to stop within {_PATIENCE:g} seconds")
+
+    def _end_process(self, number: int, why: str) -> None:
+        """End this process and the ranks that it has launched, which may be suspended."""
+        os.write(2, f"\nrank {this_rank()} ended {why}; the last checkpoint is kept.\n".encode())
+        for process in (*self._launched, *self.processes):
+            process.kill()
+        os._exit(128 + (number if number == signal.SIGINT else signal.SIGTERM))
 
     @contextmanager
     def requeued(self) -> Iterator[None]:
@@ -204,11 +213,6 @@ class _Interval:
 
 def _only_observed(number: int, frame: FrameType | None) -> None:
     """Do nothing, because the observer has received the signal."""
-
-
-def _end_process(number: int, why: str) -> None:
-    os.write(2, f"\nrank {this_rank()} ended {why}; the last checkpoint is kept.\n".encode())
-    os._exit(128 + (number if number == signal.SIGINT else signal.SIGTERM))
 
 
 rank_stop = RankStop()

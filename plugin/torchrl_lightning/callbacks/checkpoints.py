@@ -104,7 +104,7 @@ class LastCheckpoint(SparseCallback, Checkpoint):
             return
         reason = type(exception).__name__
         if trainer.world_size > 1 and rank_stop.agreed is None:
-            if not is_lost_rank(exception):
+            if not (is_lost_rank(exception) or rank_stop.first_rank_reports):
                 logger.warning("rank %d stopped by %s; %s", trainer.global_rank, reason, resume_hint(self.path))
             return
         if interrupts.interrupted_within_step:

@@ -91,6 +91,12 @@ def run_hydra(function: Callable[[], Any]) -> Any:
             raise UsageError(format_hydra_error(error, sys.argv[1:])) from error
 
 
+def _launched_rank() -> str:
+    """Return a prefix for the errors of a rank that another rank of its machine has started; empty for others."""
+    rank, node = (os.environ.get(name) or "0" for name in ("LOCAL_RANK", "NODE_RANK"))
+    return "" if rank == "0" else f"rank {rank}: " if node == "0" else f"rank {rank} of node {node}: "
+
+
 @contextmanager
 def exit_with_one_line() -> Iterator[None]:
     """End the program with one line on stderr, without a traceback, on a user error or Ctrl-C."""
@@ -100,7 +106,7 @@ def exit_with_one_line() -> Iterator[None]:
         message = str(error) if isinstance(error, UserError) else resource_error(error) or storage_error(error)
         if message is None or shows_tracebacks():
             raise
-        sys.exit(f"error: {plain_message(message)}")
+        sys.exit(f"error: {_launched_rank()}{plain_message(message)}")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)  # the shell's exit status for SIGINT

@@ -28,21 +28,25 @@ def reported_rank_failures(trainer: Any) -> Iterator[None]:
     with the status of the rank that ended first. With another launcher, every remaining rank reports, with status 1.
     """
     parent = os.getppid()
+    is_launched = trainer.local_rank > 0 and isinstance(trainer.strategy.cluster_environment, LightningEnvironment)
+    rank_stop.first_rank_reports = is_launched
     try:
         yield
-    except RuntimeError as error:
+    except Exception as error:
         if not is_lost_rank(error):
+            for process in rank_stop.processes:
+                process.kill()  # before it reports the end of this rank, which reports its own error
             raise
         first = trainer.global_rank - trainer.local_rank
-        if trainer.local_rank and isinstance(trainer.strategy.cluster_environment, LightningEnvironment):
+        if is_launched:
             if not _has_ended(parent):
                 sys.exit(1)  # the first rank reports
             _exit(trainer, f"rank {first} has ended", 1)
         index, code = _ended_process()
-        if code > 0:
-            sys.exit(code)  # the rank has reported its error
-        if code == 0:
+        if code is None:
             _exit(trainer, "another rank has ended", 1)
+        if code >= 0:
+            _exit(trainer, f"rank {first + index} ended with status {code}", code or 1)
         _exit(trainer, f"rank {first + index} was killed by {signal.Signals(-code).name}", 128 - code)
 
 
@@ -56,15 +60,15 @@ def _has_ended(parent: int) -> bool:
     return True
 
 
-def _ended_process() -> tuple[int, int]:
-    """Wait for a failed rank; return its number on this machine and its exit code, or zeros if it is unknown."""
+def _ended_process() -> tuple[int, int | None]:
+    """Wait for a failed rank; return its number on this machine and its exit code, or None if it is unknown."""
     deadline = time.monotonic() + (_PATIENCE if rank_stop.processes else 0.0)
     while True:
         for index, process in enumerate(rank_stop.processes, 1):
-            if code := process.poll():
+            if (code := process.poll()) is not None:
                 return index, code
         if time.monotonic() >= deadline:
-            return 0, 0
+            return 0, None
         time.sleep(0.05)
 
 
