@@ -38,13 +38,14 @@ import sys
 
 import lightning as L
 
-from torchrl_lightning import LastCheckpoint, OnPolicyDataModule, ReplayDataModule
+from torchrl_lightning import ExperienceBuffer, LastCheckpoint, OnPolicyDataModule, ReplayDataModule, RingStorage
 from torchrl_lightning.agents import DQNModule, MLPNetwork, PPOModule, SACModule
 
 family, ranks, folder, frames, resumed = sys.argv[1:]
 shared = {"seed": 0, "reset_at_each_batch": True, "eval_episodes": 2, "total_frames": int(frames)}
 replay = {**shared, "num_envs": 1, "frames_per_batch": 8, "frames_per_update": 1, "warmup_frames": 32, "batch_size": 8}
 replay |= {"updates_per_epoch": 16, "updates_per_step": 4, "checkpoint_buffer": "inside"}
+replay["buffer"] = lambda num_envs: ExperienceBuffer(storage=RingStorage(512), num_envs=num_envs)
 L.seed_everything(0)
 network = MLPNetwork([16], "relu")
 if family == "PPO":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,15 +77,21 @@ def test_launched_rank_leaves_the_report_to_the_first_rank_while_it_lives(
     assert capsys.readouterr().err == "error: rank 2 has ended; there is no checkpoint yet.\n"
 
 
-def test_error_of_the_first_rank_ends_the_others_before_they_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    killed: list[str] = []
-    monkeypatch.setattr(rank_failures.rank_stop, "processes", [SimpleNamespace(kill=lambda: killed.append("rank 1"))])
+def test_error_of_the_first_rank_is_not_reported_by_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(rank_failures.rank_stop, "processes", [SimpleNamespace(terminate=lambda: told.append("1"))])
     with pytest.raises(SystemExit), reported_rank_failures(trainer=_single()):
         raise SystemExit(143)  # all ranks have agreed to stop
-    assert killed == []
+    assert told == []
     with pytest.raises(ValueError, match="motor"), reported_rank_failures(trainer=_single()):
         raise ValueError("the motor is broken")
-    assert killed == ["rank 1"]
+    assert told == ["1"]
+    monkeypatch.setattr(rank_failures.rank_stop, "_signals", {signal.SIGTERM: 0.0})
+    monkeypatch.setattr(rank_failures, "_has_ended", lambda parent: True)
+    assert ended(monkeypatch, [], local=1) == 1
+    assert capsys.readouterr().err == ""
 
 
 def test_each_rank_of_another_launcher_reports(

@@ -59,6 +59,11 @@ class RankStop:
         self._steps = _Interval(1)
         self._evaluation: _Interval | None = None
 
+    @property
+    def is_requested(self) -> bool:
+        """Whether this process has received a signal to stop."""
+        return bool(self._signals)
+
     def begin(self, owner: object, trainer: Any) -> None:
         """Handle Ctrl-C, SIGTERM and SLURM's SIGUSR1 for all ranks; do nothing for a single rank or a second owner."""
         if self._owner is not None or world_size() == 1 or sys.platform == "win32" or not is_main_thread():

@@ -35,11 +35,11 @@ def reported_rank_failures(trainer: Any) -> Iterator[None]:
     except Exception as error:
         if not is_lost_rank(error):
             for process in rank_stop.processes:
-                process.kill()  # before it reports the end of this rank, which reports its own error
+                process.terminate()  # it must not report this rank, which reports its own error
             raise
         first = trainer.global_rank - trainer.local_rank
         if is_launched:
-            if not _has_ended(parent):
+            if rank_stop.is_requested or not _has_ended(parent):
                 sys.exit(1)  # the first rank reports
             _exit(trainer, f"rank {first} has ended", 1)
         index, code = _ended_process()
