@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.rank_runs import COMMAND, ON_POLICY, REPLAY, RankRun, frames_of, weights
+from cli.rank_runs import COMMAND, ON_POLICY, REPLAY, SAC, RankRun, frames_of, weights
 
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir() or not COMMAND.exists(), reason="reads /proc")
 
@@ -57,9 +57,11 @@ def test_stopped_ranks_save_the_same_step_and_resume_bit_for_bit(
     assert weights(resumed) == weights(completed(tmp_path / "whole", end, *settings))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_death_of_a_rank_is_reported_in_one_line_and_ends_the_others(rank: int, tmp_path: Path) -> None:
-    run = stopped(tmp_path / "stopped", signal.SIGKILL, (rank,), *ON_POLICY)
+@pytest.mark.parametrize(("rank", "settings"), [(0, ON_POLICY), (1, SAC)])
+def test_death_of_a_rank_is_reported_in_one_line_and_ends_the_others(
+    rank: int, settings: list[str], tmp_path: Path
+) -> None:
+    run = stopped(tmp_path / "stopped", signal.SIGKILL, (rank,), *settings)
     assert run.status() == (137 if rank == 1 else -9)
     lines = [line for line in run.lines() if "socket" not in line.lower()]
     assert len(lines) <= 2, lines
