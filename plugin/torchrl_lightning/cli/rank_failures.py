@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
@@ -72,7 +72,7 @@ def _ended_process() -> tuple[int, int | None]:
         time.sleep(0.05)
 
 
-def _exit(trainer: Any, reason: str, status: int) -> None:
+def _exit(trainer: Any, reason: str, status: int) -> NoReturn:
     paths = (callback.path for callback in trainer.callbacks if isinstance(callback, LastCheckpoint))
     print(f"error: {reason}; {next(map(resume_hint, paths), 'this run has no checkpoints.')}", file=sys.stderr)
     sys.exit(status)

@@ -249,11 +249,11 @@ class ShardWriter:
         except RejectedRequest:
             kept = list(self._unacknowledged)
             self._unacknowledged, self._num_sent = deque(), kept[0][0]
-            for rollout_number, *rollout in kept:
+            for rollout_number, rows, env_ids, cut_envs, check_successors in kept:
                 if rollout_number == number:
-                    self._cut_envs.update(rollout[1])
+                    self._cut_envs.update(env_ids)
                 else:
-                    self._append(*rollout)
+                    self._append(rows, env_ids, cut_envs, check_successors)
             raise
         self._read_receipt(receipt)
 
