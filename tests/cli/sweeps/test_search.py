@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import signal
 import sys
 import time
@@ -15,7 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
+import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
@@ -142,6 +146,52 @@ def test_failed_trials_are_counted_for_the_command(
     assert lines[-1] == last
     assert len(lines) == sum(number in failed for number in range(trials)) + 1
     assert all(line.startswith("error: in trial ") for line in lines[:-1])
+
+
+SCORES = [("maximize", None), ("maximize", torch.tensor(math.nan)), ("maximize", [1.0])]
+SCORES += [("[maximize,minimize]", 1.0), ("[maximize,minimize]", [1.0, np.float32("nan")])]
+
+
+@pytest.mark.parametrize(("directions", "score"), SCORES, ids=str)
+def test_score_that_the_study_cannot_store_fails_its_trial(directions: str, score: Any, tmp_path: Path) -> None:
+    valid: Any = 1.0 if directions == "maximize" else [1.0, 2.0]
+    task = lambda cfg: score if HydraConfig.get().callbacks.search.trial == 0 else valid  # noqa: E731
+    code, lines = search(tmp_path, task, "hydra.sweeper.n_trials=2", f"hydra.sweeper.direction={directions}")
+    assert [trial.state.name for trial in study_of(tmp_path).trials] == ["FAIL", "COMPLETE"]
+    assert (code, len(lines), lines[-1]) == (0, 2, "1 of 2 trials failed.")
+    assert re.search(r"trial 0 .*(the score of the run must be a number|the run must return \d score)", lines[0])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("n_jobs=0", "hydra.sweeper.n_jobs=0: expected a positive whole number."),
+        ("max_failure_rate=1.5", "hydra.sweeper.max_failure_rate=1.5: expected a number from 0 to 1."),
+        ("max_failure_rate=nan", "hydra.sweeper.max_failure_rate=nan: expected a number from 0 to 1."),
+        ("storage=foo:///study.db", "the search mine cannot continue: .*hydra.sweeper.storage."),
+        ("study_name=other", "the search other cannot continue: .*direction.*hydra.sweeper.study_name or .*"),
+    ],
+)
+def test_setting_that_the_search_cannot_use_is_refused_in_one_line(setting: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "logs/train/other").mkdir(parents=True)
+    optuna.create_study(study_name="other", storage=f"sqlite:///{tmp_path}/logs/train/other/study.db")  # minimizes
+    code, (line,) = search(tmp_path, lambda cfg: 1.0, f"hydra.sweeper.{setting}")
+    assert code == 1
+    assert re.fullmatch(f"error: {message}", line)
+
+
+def test_error_of_the_study_after_a_trial_is_one_line(tmp_path: Path) -> None:
+    assert search(tmp_path, lambda cfg: 1.0, "hydra.sweeper.n_trials=1") == (0, [])
+    with pytest.warns(optuna.exceptions.ExperimentalWarning):
+        study_of(tmp_path).enqueue_trial({"model.clip_epsilon": 7.0})
+    code, (line,) = search(tmp_path, lambda cfg: 1.0)
+    assert (code, line.partition(": V")[0]) == (1, "error: the search mine cannot continue")
+    assert [trial.state.name for trial in study_of(tmp_path).trials] == ["COMPLETE", "FAIL"]
+
+
+def test_every_sampler_of_the_sweeper_can_be_chosen(tmp_path: Path) -> None:
+    assert search(tmp_path, lambda cfg: 1.0, "hydra/sweeper/sampler=grid") == (0, [])
+    assert {trial.params["model.clip_epsilon"] for trial in study_of(tmp_path).trials} == {0.1, 0.2}
 
 
 def test_earlier_failures_do_not_count(tmp_path: Path) -> None:

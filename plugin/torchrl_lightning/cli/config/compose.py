@@ -198,9 +198,13 @@ class CommandLoader(ConfigLoader):
         if dropped_settings and note not in self._printed_notes:
             self._printed_notes.add(note)
             print(note, file=sys.stderr)
-        trials = OmegaConf.select(config, "hydra.sweeper.n_trials")
-        if isinstance(trials, int) and trials < 1:
-            raise UsageError(f"hydra.sweeper.n_trials={trials}: expected a positive whole number.")
+        for name in ("n_trials", "n_jobs"):
+            number = OmegaConf.select(config, f"hydra.sweeper.{name}")
+            if isinstance(number, int) and number < 1:
+                raise UsageError(f"hydra.sweeper.{name}={number}: expected a positive whole number.")
+        rate = OmegaConf.select(config, "hydra.sweeper.max_failure_rate")
+        if isinstance(rate, float) and not 0 <= rate <= 1:
+            raise UsageError(f"hydra.sweeper.max_failure_rate={rate}: expected a number from 0 to 1.")
         return config
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:

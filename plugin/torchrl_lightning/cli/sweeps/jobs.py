@@ -78,6 +78,8 @@ class JobTask:
         self._process = os.getpid()
         self.labels: dict[int, str] = {}
         """The name of each job in error messages, by its number."""
+        self.objectives = 0
+        """The number of scores that a search expects from each job; 0 for a sweep."""
 
     def __call__(self, config: Any) -> Any:
         """Run the task for one job."""
@@ -87,7 +89,7 @@ class JobTask:
         with exit_with_one_line(), _postponed_messages() as postponed:
             try:
                 value = self._task(config)
-                _check_score(value)
+                _check_scores(value, self.objectives)
                 return value
             except BaseException as error:
                 if is_stop(error):
@@ -163,13 +165,23 @@ def job_label(settings: list[str], trial: int | None) -> str:
 def _describe(error: BaseException) -> str:
     """Return type and message of an unexpected error."""
     hint = "" if shows_tracebacks() else " HYDRA_FULL_ERROR=1 shows the traceback."
-    return f"{type(error).__name__}: {str(error).strip().rstrip('.')}.{hint}"
+    text = str(error).strip().rstrip(".")
+    return f"{type(error).__name__}{f': {text}' if text else ''}.{hint}"
 
 
-def _check_score(value: Any) -> None:
-    """Raise UserError if a score is NaN, which no sweeper can compare."""
-    scores = value if isinstance(value, list | tuple) else [value]
-    if any(isinstance(score, float) and math.isnan(score) for score in scores):
+def _check_scores(value: Any, objectives: int) -> None:
+    """Raise UserError if a search cannot use the scores of a run, or if a score is NaN."""
+    scores = value if isinstance(value, list | tuple) and objectives != 1 else [value]
+    try:
+        numbers = [float(score) for score in scores]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        numbers = []
+    if objectives and len(numbers) != objectives:
+        raise UserError(
+            f"the run must return {objectives} score{'s' * (objectives > 1)}, got {value!r}. Give "
+            "hydra.sweeper.direction one direction for each score."
+        )
+    if any(map(math.isnan, numbers)):
         raise UserError(
             "the score of the run must be a number, got nan. Choose settings with which it does not diverge."
         )

@@ -16,10 +16,12 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, RunMode, TaskFunction
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.interrupts import interrupts
 from torchrl_lightning._core.processes import handled_signal
 from torchrl_lightning.cli.error_messages import UsageError
@@ -207,7 +209,10 @@ def run_sweep(hydra: Any, config_name: str, task: Callable[[Any], Any], override
     with ExitStack() as stack:
         search = None
         if "study_name" in config.hydra.sweeper:
+            stack.enter_context(_search_errors(config.hydra.sweeper.study_name))
             search = stack.enter_context(open_search(implementation, config))
+            direction = config.hydra.sweeper.direction
+            job_task.objectives = len(direction) if isinstance(direction, ListConfig) else 1
         ignored_interrupts = stack.enter_context(IgnoredInterrupts())
         launcher = JobLauncher(
             implementation.launcher, job_task, config, context, search, ignored_interrupts, raises=not is_basic
@@ -227,6 +232,21 @@ def run_sweep(hydra: Any, config_name: str, task: Callable[[Any], Any], override
                 raise  # else, the study has no best trial
     callbacks.on_multirun_end(config=config, config_name=config_name)
     launcher.end()
+
+
+@contextmanager
+def _search_errors(study_name: str | None) -> Iterator[None]:
+    """Raise UserError with a remedy for an error of Optuna or of its database."""
+    try:
+        yield
+    except (UserError, HydraException, OSError):
+        raise
+    except Exception as error:  # the class depends on the database
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
+        raise UserError(
+            f"the search {study_name} cannot continue: {reason}. Correct its settings, or set another "
+            "hydra.sweeper.study_name or hydra.sweeper.storage."
+        ) from error
 
 
 def _key(line: str) -> str:
