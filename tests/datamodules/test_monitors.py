@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from gymnasium import spaces
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from kit.actor_critic import TinyActorCritic, rollouts
 from kit.demonstrated_runs import ppo
@@ -200,6 +202,49 @@ def monitored(tmp_path: Path, monitor: str, module: Any, data: Any, *callbacks: 
     best = BestCheckpoint(tmp_path, monitor=monitor)
     run = trainer(tmp_path, max_epochs=1, callbacks=[best, *callbacks], limit_train_batches=0, limit_val_batches=0)
     run.fit(module, datamodule=data)
+
+
+@pytest.mark.parametrize("settings", [{"every_n_train_steps": 1}, {"train_time_interval": timedelta(0)}])
+def test_checkpoint_is_written_as_soon_as_its_metric_exists(settings: Any, tmp_path: Path) -> None:
+    save = ModelCheckpoint(tmp_path, "{step}", monitor="train/return", mode="max", save_top_k=-1, **settings)
+    run = trainer(tmp_path, max_epochs=4, callbacks=[save], limit_val_batches=0)
+    run.fit(ppo(), datamodule=long())
+    assert sorted(path.name for path in tmp_path.glob("step=*")) == [f"step={step}.ckpt" for step in (5, 6, 7, 8)]
+
+
+@pytest.mark.parametrize("settings", [{"every_n_train_steps": 1}, {"train_time_interval": timedelta(0)}])
+def test_evaluation_within_an_epoch_stops_no_checkpoint(settings: Any, tmp_path: Path) -> None:
+    save = ModelCheckpoint(tmp_path, "{step}", monitor="train/return", mode="max", save_top_k=-1, **settings)
+    run = trainer(tmp_path, max_epochs=3, callbacks=[save], val_check_interval=1)
+    run.fit(ppo(), datamodule=long())
+    assert sorted(path.name for path in tmp_path.glob("step=*")) == ["step=5.ckpt", "step=6.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "callback"),
+    [
+        ({"check_val_every_n_epoch": 10}, partial(EarlyStopping, "eval/return")),
+        ({"check_val_every_n_epoch": 10}, partial(ModelCheckpoint, monitor="eval/return")),
+        ({}, partial(ModelCheckpoint, monitor="nothing", every_n_train_steps=1)),
+        ({}, partial(EarlyStopping, "nothing", strict=False)),
+    ],
+)
+def test_callback_that_never_got_its_metric_warns(
+    settings: Any, callback: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    part = callback()
+    run = trainer(tmp_path, callbacks=[part, EarlyStopping("train/entropy", patience=9)], **settings)
+    with caplog.at_level(logging.WARNING, "torchrl_lightning"):
+        run.fit(ppo(), datamodule=rollouts())
+    (message,) = [record.message for record in caplog.records if "monitor=" in record.message]
+    assert message.startswith(f"monitor={part.monitor} of {type(part).__name__} had no value")
+
+
+@pytest.mark.parametrize("callback", [EarlyStopping, lambda monitor: ModelCheckpoint(monitor=monitor)])
+def test_fit_of_a_world_model_refuses_metrics_of_episodes(callback: Any, tmp_path: Path) -> None:
+    run = trainer(tmp_path, max_epochs=2, callbacks=[callback("eval/return")], limit_val_batches=1)
+    with pytest.raises((RuntimeError, MisconfigurationException), match="eval/return"):
+        run.fit(DynamicsEnsemble([8]), datamodule=model_data())
 
 
 @pytest.mark.parametrize("monitor", ["train/foo", "train/loss_qvalue", "train/", "train/eval"])

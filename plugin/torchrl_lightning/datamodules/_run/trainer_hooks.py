@@ -13,8 +13,10 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from torchrl_lightning._core.interrupts import interrupts
+from torchrl_lightning._core.metric_logging import EVALUATION, RESERVED
 from torchrl_lightning._core.protocols import LearnerApi
 from torchrl_lightning._core.rank_stop import rank_stop
+from torchrl_lightning.callbacks.checkpoints import BestCheckpoint
 from torchrl_lightning.callbacks.sparse import SparseCallback
 from torchrl_lightning.datamodules._run.adapted_callbacks import AdaptedCallbacks
 
@@ -24,11 +26,12 @@ logger = logging.getLogger(__name__)
 class WaitingMonitors:
     """Let Lightning's callbacks wait for metrics that are logged later, such as the first episode's return.
 
-    Otherwise ``EarlyStopping`` and ``ModelCheckpoint`` raise an error if their metric does not exist yet.
+    Otherwise ``EarlyStopping`` and ``ModelCheckpoint`` raise an error in one of their hooks if their metric does not
+    exist yet.
     """
 
     def __init__(self) -> None:
-        self._changed: list[tuple[Any, str, Any]] = []  # callback, attribute, original value
+        self.changed: list[tuple[Any, str, Any]] = []  # callback, attribute, original value
 
     def wait(self, trainer: Any, delayed: Collection[str]) -> None:
         """Disable callbacks until the next call if they monitor a ``delayed`` metric that is not logged yet."""
@@ -39,15 +42,33 @@ class WaitingMonitors:
                 continue
             name, off = ("strict", False) if isinstance(callback, EarlyStopping) else ("save_top_k", 0)
             if callback.monitor in delayed and callback.monitor not in known:
-                self._changed.append((callback, name, getattr(callback, name)))
+                self.changed.append((callback, name, getattr(callback, name)))
                 setattr(callback, name, off)
 
-    def release(self) -> list[Any]:
-        """Enable the callbacks again, and return them."""
-        changed, self._changed = self._changed, []
+    def release(self) -> None:
+        """Enable the callbacks again."""
+        changed, self.changed = self.changed, []
         for callback, name, value in changed:
             setattr(callback, name, value)
-        return [callback for callback, *_ in changed]
+
+
+def warn_of_missing_metrics(trainer: Any, episode_metrics: Collection[str]) -> None:
+    """Log a warning for each callback that has had no effect, because its metric was never logged."""
+    known = {*trainer.callback_metrics, *RESERVED, None}
+    for callback in trainer.callbacks:
+        if not isinstance(callback, EarlyStopping | ModelCheckpoint) or callback.monitor in known:
+            continue
+        if isinstance(callback, BestCheckpoint) and str(callback.monitor).startswith(EVALUATION):
+            continue  # it skips fits of a world model, which are not evaluated by episodes
+        reason = "no evaluation or step logged it. Correct the name, or evaluate more often"
+        if callback.monitor in episode_metrics:
+            reason = "no episode ended. Raise total_frames or set a time limit for the environment"
+        logger.warning(
+            "monitor=%s of %s had no value and no effect in this run, because %s.",
+            callback.monitor,
+            type(callback).__name__,
+            reason,
+        )
 
 
 class DataHooks(SparseCallback):
@@ -58,6 +79,7 @@ class DataHooks(SparseCallback):
         self.data = data
         self._monitors = WaitingMonitors()
         self._adapted = AdaptedCallbacks(data)
+        self._is_evaluated = False  # whether this fit has had an evaluation
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Adapt Lightning's callbacks for a fit."""
@@ -77,6 +99,7 @@ class DataHooks(SparseCallback):
         """Delay Ctrl-C until the end of a step, and let all ranks stop at the same step after a stop signal."""
         if not self.is_active_in(trainer):
             return
+        self._is_evaluated = False
         if trainer.world_size == 1:
             interrupts.hold(self.data)
         else:
@@ -88,23 +111,21 @@ class DataHooks(SparseCallback):
             self.data.publish_metrics()
             self._monitors.wait(trainer, self._delayed_metrics(trainer, pl_module))
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Enable the callbacks that the last hook has let wait; within an epoch, Lightning's hooks wait themselves."""
+        self._monitors.release()
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the callbacks after this one wait for metrics that are logged later."""
+        """Let the callbacks after this one wait for metrics of episodes; the evaluation has logged all others."""
         if self.is_active_in(trainer) and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._is_evaluated = True
             self._monitors.wait(trainer, self._delayed_metrics(trainer, pl_module))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop after a last signal to any rank; log a warning for callbacks that never received their metric."""
+        """Stop after a last signal to any rank."""
+        self._monitors.release()
         if self.is_active_in(trainer):
             rank_stop.check(now=True)
-        for callback in self._monitors.release():
-            if callback.monitor in self.data.episode_metrics:
-                logger.warning(
-                    "monitor=%s of %s had no value and no effect in this run, because no episode ended. Raise "
-                    "total_frames or set a time limit for the environment.",
-                    callback.monitor,
-                    type(callback).__name__,
-                )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Release other callbacks, also after an evaluation; exit if Ctrl-C was pressed meanwhile."""
@@ -112,6 +133,8 @@ class DataHooks(SparseCallback):
         self._adapted.release()
         if stage == "fit":
             rank_stop.end(self.data)
+            if self.is_active_in(trainer) and trainer.callback_metrics:
+                warn_of_missing_metrics(trainer, self.data.episode_metrics)
         if stage == "fit" and interrupts.release(self.data):
             raise SystemExit(1)  # like Lightning after Ctrl-C; from here on, Lightning ignores Ctrl-C
 
@@ -124,9 +147,8 @@ class DataHooks(SparseCallback):
 
     def _delayed_metrics(self, trainer: Trainer, pl_module: LightningModule) -> tuple[str, ...]:
         """Return the metrics that exist only after the first finished episode, in training or in an evaluation."""
-        evaluated = LearnerApi.of(pl_module).evaluation_metrics
-        is_evaluated = not trainer.enable_validation or any(name in trainer.callback_metrics for name in evaluated)
-        return (*self.data.episode_metrics, *(() if is_evaluated else evaluated))
+        is_evaluated = not trainer.enable_validation or self._is_evaluated
+        return (*self.data.episode_metrics, *(() if is_evaluated else LearnerApi.of(pl_module).evaluation_metrics))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Publish the DataModule's metrics for callbacks that run at the end of an evaluation."""
@@ -143,7 +165,9 @@ class StepHooks(DataHooks):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End the step."""
+        """End the step. An evaluation within the epoch may have let other callbacks wait."""
+        if self._monitors.changed:
+            self._monitors.release()
         if self.is_active_in(trainer):
             self.data.end_step()
 
