@@ -70,6 +70,15 @@ def test_choice_with_null_names_the_form_that_works(override: str, form: str) ->
     assert parser.parse_override(form).is_sweep_override()
 
 
+@pytest.mark.parametrize("call", ["interval(null,0.5)", "range(null,3)", "glob(null)", "interval(0.1)", "int(abc)"])
+def test_function_with_wrong_arguments_is_not_answered_by_quotes(call: str) -> None:
+    with pytest.raises(Exception, match="while evaluating") as error:
+        OverridesParser.create().parse_overrides([f"x={call}"])
+    message = format_hydra_error(error.value, [f"x={call}"])
+    assert message.endswith("; correct the arguments of the function.")
+    assert call in message
+
+
 def test_choice_with_null_on_the_command_line_is_one_line(run: Run) -> None:
     done = run("train", "--multirun", "model.clip_epsilon=choice(null,0.5)", expect=1)
     assert done.stderr.splitlines() == [

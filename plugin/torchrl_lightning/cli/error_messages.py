@@ -196,7 +196,9 @@ def _line_and_hint(error: Exception, text: str, arguments: Sequence[str]) -> tup
         line = " ".join(text.split()).partition(" See https://")[0]
         if isinstance(error, YAMLError):
             return line, "."
-        return line if error.override in line else f"{error.override}: {line}", f"; {_SYNTAX_HINT}."
+        is_call = "while evaluating" in line and "Unknown function" not in line  # quotes would not help
+        hint = "; correct the arguments of the function." if is_call else f"; {_SYNTAX_HINT}."
+        return line if error.override in line else f"{error.override}: {line}", hint
     causes = (error, error.__cause__, error.__context__)
     cause = next((candidate for candidate in causes if isinstance(candidate, OmegaConfBaseException)), None)
     line = str(text if cause is None else cause).strip().partition("\n")[0]
