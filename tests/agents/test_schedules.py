@@ -31,6 +31,13 @@ def fit(module, source, ckpt_path=None, **kwargs):
     trainer(**{"max_epochs": -1, "limit_val_batches": 1, **kwargs}).fit(module, datamodule=source, ckpt_path=ckpt_path)
 
 
+@pytest.mark.parametrize("limit", [{"max_epochs": 0}, {"max_steps": 0}])
+def test_run_without_epochs_or_steps_has_a_known_length(limit):
+    module = Recorder()
+    fit(module, data(), **limit)
+    assert module.used == []
+
+
 @pytest.mark.parametrize(
     ("frames", "end"), [(4 * ROLLOUT, {}), (-1, {"max_epochs": 4}), (-1, {"max_steps": 4 * UPDATES})]
 )

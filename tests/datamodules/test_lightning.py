@@ -238,6 +238,21 @@ def test_callbacks_have_their_own_hooks_after_a_fit(fails: bool, make: Any, tmp_
     assert not any(name.startswith("on_") for callback in run.callbacks for name in vars(callback))
 
 
+class OwnCheckpoint(c.ModelCheckpoint):
+    """Counts its calls in an attribute of the module."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *arguments: Any) -> None:
+        assert isinstance(pl_module, L.LightningModule)
+        pl_module.calls = getattr(pl_module, "calls", 0) + 1  # type: ignore[assignment, operator]
+        super().on_train_batch_end(trainer, pl_module, *arguments)
+
+
+@learners
+def test_subclass_of_a_checkpoint_callback_gets_the_module(make: Any, tmp_path: Path) -> None:
+    run = Run(make, tmp_path, callbacks=lambda folder: [OwnCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)])
+    assert (run.module.calls, len(run.files)) == (EPOCHS * STEPS, EPOCHS * STEPS // 3)
+
+
 @learners
 def test_rates_and_statistics_keep_the_loggers(make: Any, tmp_path: Path) -> None:
     run = Run(make, tmp_path, **rows.of(c.LearningRateMonitor, c.DeviceStatsMonitor))

@@ -81,4 +81,5 @@ def progress_of(trainer: Any) -> float | None:
     if total > 0:
         return float(getattr(data, "frames", 0) / total)
     limits = ((trainer.current_epoch, trainer.max_epochs), (trainer.global_step, trainer.max_steps))
-    return max((completed / limit for completed, limit in limits if limit is not None and limit > 0), default=None)
+    known = ((completed, limit) for completed, limit in limits if limit is not None and limit >= 0)
+    return max((completed / limit if limit else 1.0 for completed, limit in known), default=None)

@@ -108,15 +108,25 @@ def _save_as_automatic(callback: ModelCheckpoint, learner: Any) -> Hook:
 
 
 class _AutomaticView:
-    """A LightningModule whose ``automatic_optimization`` is True; all other attributes are the module's."""
+    """A LightningModule whose ``automatic_optimization`` is True; all other attributes and the class are the module's.
+
+    A subclass of ``ModelCheckpoint`` may also read and set attributes of the module.
+    """
 
     automatic_optimization = True
 
     def __init__(self, module: Any) -> None:
-        self._module = module
+        vars(self)["_module"] = module
+
+    @property
+    def __class__(self) -> Any:
+        return type(self._module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)
 
 
 class _FrameLogger:
