@@ -153,6 +153,8 @@ LocalTokenNotFoundError = type("LocalTokenNotFoundError", (OSError,), {})
 OfflineModeIsEnabled = type("OfflineModeIsEnabled", (ConnectionError,), {})
 ConnectError = type("ConnectError", (Exception,), {"__module__": "httpx"})
 
+RemoteProtocolError = type("RemoteProtocolError", (Exception,), {"__module__": "httpx2._exceptions"})
+
 
 def caused(error: Exception, cause: Exception) -> Exception:
     error.__cause__ = cause
@@ -169,6 +171,7 @@ HUB_ERRORS = {
     "no network": (ConnectionError("Connection refused"), "Check the network"),
     "no answer": (TimeoutError("timed out"), "Check the network"),
     "no network in httpx": (ConnectError("[Errno 111]"), "Check the network"),
+    "no answer in httpx2": (RemoteProtocolError("Server disconnected"), "Check the network"),
     "no network below": (caused(RuntimeError("failed"), ConnectionError("refused")), "Check the network"),
     "offline": (OfflineModeIsEnabled("offline mode\nis enabled"), "Unset HF_HUB_OFFLINE"),
     "another": (RuntimeError("bad\nname"), "Correct the cause"),

@@ -33,7 +33,7 @@ from torchrl_lightning.deploy.loading import (
 VERSION = 1
 _WEIGHTS_FILE, _CONFIG_FILE, _CARD_FILE = "model.safetensors", "config.json", "README.md"
 _TENSOR_KEY = "__tensor__"
-_NETWORK_LIBRARIES = {"httpcore", "httpx", "requests", "urllib3"}  # of the client of the hub
+_NETWORK_LIBRARIES = ("httpcore", "httpx", "requests", "urllib3")  # of the client of the hub, also as httpx2
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 # Entries of a checkpoint that a resumed run needs, but a policy does not.
 _RUN_ENTRIES = {
@@ -299,7 +299,7 @@ def _remedy(error: Exception, access: str) -> str:
     if "OfflineModeIsEnabled" in names:
         return "Unset HF_HUB_OFFLINE"
     is_unreachable = any(
-        isinstance(link, OSError) or type(link).__module__.partition(".")[0] in _NETWORK_LIBRARIES for link in chain
+        isinstance(link, OSError) or type(link).__module__.startswith(_NETWORK_LIBRARIES) for link in chain
     )
     if (status is None and is_unreachable) or (status is not None and (status in (408, 429) or status >= 500)):
         return "Check the network, its proxy and HF_ENDPOINT, or try again later"
