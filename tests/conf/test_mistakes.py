@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import EarlyStopping
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from torchrl_lightning.cli.config.instantiate import build_part, check_parts, trainer_errors
@@ -183,6 +186,21 @@ def test_setting_of_the_trainer_without_effect_is_named(composed, setting, messa
 def test_error_of_the_trainer_in_a_fit_is_one_line(composed):
     with pytest.raises(UsageError, match=r"^trainer: .* that has no logger"), trainer_errors(composed()):
         raise MisconfigurationException("Cannot use a callback with a `Trainer` that has no logger.")
+
+
+def test_metric_of_early_stopping_that_is_not_logged_is_one_line(composed):
+    stop, run = EarlyStopping("nothing"), SimpleNamespace(fast_dev_run=False, callback_metrics={})
+    message = r"^trainer: Early stopping .* `nothing` which is not available"
+    with pytest.raises(UsageError, match=message), trainer_errors(composed()):
+        stop._run_early_stopping_check(run)
+    with pytest.raises(RuntimeError, match="another"), trainer_errors(composed()):
+        raise RuntimeError("another")
+
+
+def test_time_limit_of_another_type_is_one_line(composed):
+    cfg = composed(setting="trainer.max_time=5")
+    with pytest.raises(UsageError, match=r"^trainer: .*Set max_time=DD:HH:MM:SS"):
+        build_part(cfg, "trainer", callbacks=[], logger=[])
 
 
 def test_advantages_that_the_buffer_standardises_cannot_be_left_as_they_are(composed):

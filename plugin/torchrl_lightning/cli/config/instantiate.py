@@ -31,7 +31,8 @@ SETTING_ERRORS = (ValueError, TypeError, KeyError, ImportError)
 # Remedies to append to messages of other libraries.
 _REMEDIES = {
     "No supported gpu backend found": " Set trainer=default to train on the CPU, or install a build of PyTorch that "
-    "supports this machine's GPU."
+    "supports this machine's GPU.",
+    "'total_seconds'": ". Set max_time=DD:HH:MM:SS, in quotes.",
 }
 
 
@@ -44,10 +45,11 @@ def build_part(cfg: DictConfig, key: str, **arguments: Any) -> Any:
         return instantiate(OmegaConf.select(cfg, key), **arguments)
     except InstantiationException as error:
         cause = error.__cause__
-        if not isinstance(cause, (*SETTING_ERRORS, MisconfigurationException)):
+        is_known = any(part in str(cause) for part in _REMEDIES)
+        if not (is_known or isinstance(cause, (*SETTING_ERRORS, MisconfigurationException))):
             raise
         where = re.search(r"full_key: (\S+)", str(error))
-        raise UsageError(describe(cfg, key if where is None else where[1], cause)) from error
+        raise UsageError(describe(cfg, key if where is None else where[1], cause or error)) from error
 
 
 def build_parts(cfg: DictConfig, group: str) -> list[Any]:
@@ -131,7 +133,9 @@ def trainer_errors(cfg: DictConfig) -> Iterator[None]:
 
     try:
         yield
-    except (IncompatibleError, MisconfigurationException) as error:
+    except (IncompatibleError, MisconfigurationException, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not str(error).startswith("Early stopping conditioned on"):
+            raise
         raise UsageError(describe(cfg, "trainer", error)) from error
 
 
