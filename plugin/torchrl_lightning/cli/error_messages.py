@@ -197,8 +197,8 @@ def _line_and_hint(error: Exception, text: str, arguments: Sequence[str]) -> tup
         if isinstance(error, YAMLError):
             return line, "."
         is_call = "while evaluating" in line and "Unknown function" not in line  # quotes would not help
-        hint = "; correct the arguments of the function." if is_call else f"; {_SYNTAX_HINT}."
-        return line if error.override in line else f"{error.override}: {line}", hint
+        remedy = "correct the arguments of the function" if is_call else _SYNTAX_HINT
+        return line if error.override in line else f"{error.override}: {line}", f"; {remedy}."
     causes = (error, error.__cause__, error.__context__)
     cause = next((candidate for candidate in causes if isinstance(candidate, OmegaConfBaseException)), None)
     line = str(text if cause is None else cause).strip().partition("\n")[0]

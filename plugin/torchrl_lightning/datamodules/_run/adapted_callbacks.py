@@ -118,7 +118,7 @@ class _AutomaticView:
     def __init__(self, module: Any) -> None:
         vars(self)["_module"] = module
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self._module)
 
