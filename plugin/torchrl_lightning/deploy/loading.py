@@ -391,6 +391,8 @@ def observed_entries(specs: Composite, observation: Any) -> tuple[dict[NestedKey
     values = {key: _read_entry(key, spec, observations) for key, spec in _spec_leaves(specs)}
     batch_sizes = {key: _batch_size_of(key, spec, values[key]) for key, spec in _spec_leaves(specs)}
     counts = set(batch_sizes.values())
+    if counts == {None, 1} and all(values[key].shape == (1,) for key, size in batch_sizes.items() if size is None):
+        counts = {1}  # the shape [1] of a number fits one observation and one environment
     if len(counts) != 1:
         raise ValueError(
             f"All entries of the observation must have the same batch size, got {batch_sizes} (None without a batch)"

@@ -63,3 +63,15 @@ def test_single_observation_and_batch_are_distinguished(space, one, shapes):
 def test_observation_unlike_the_specs_raises(space, observation, message):
     with pytest.raises(ValueError, match=message):
         observed_entries(specs_of(space), observation)
+
+
+@pytest.mark.parametrize("number", [np.zeros(1, np.float32), np.zeros((1, 1), np.float32)])
+def test_number_beside_a_vector_is_read_in_a_batch_of_one_environment(number):
+    specs = specs_of(spaces.Dict(number=NUMBER, seen=BOX))
+    entries, count = observed_entries(specs, {"number": number, "seen": np.zeros((1, 3), np.float32)})
+    assert count == 1
+    assert {key: value.shape for key, value in entries.items()} == {"number": (1, 1), "seen": (1, 3)}
+    entries, count = observed_entries(specs, {"number": np.zeros(1, np.float32), "seen": np.zeros(3, np.float32)})
+    assert count is None
+    with pytest.raises(ValueError, match="same batch size"):
+        observed_entries(specs, {"number": np.float32(0), "seen": np.zeros((1, 3), np.float32)})
