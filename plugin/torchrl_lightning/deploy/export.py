@@ -26,6 +26,7 @@ from torchrl_lightning._core.keys import ACTION, ACTION_MASK
 from torchrl_lightning._core.tree import path_of
 from torchrl_lightning._core.validators import one_of
 from torchrl_lightning.deploy.loading import LoadedPolicy
+from torchrl_lightning.deploy.onnx_operators import DECOMPOSITIONS, translations
 from torchrl_lightning.environments.masks import action_mask
 from torchrl_lightning.environments.normalization import NormalizedPolicy, ObservationNormalizer, standardize_traceable
 from torchrl_lightning.environments.policy_calls import recurrent_states
@@ -261,7 +262,13 @@ def _as_onnx(traced: torch.export.ExportedProgram, description: Mapping[str, Any
 
 
 def _to_onnx(traced: torch.export.ExportedProgram, **names: list[str]) -> Any:
-    program: Any = torch.onnx.export(traced, dynamo=True, verbose=False, **names)  # type: ignore[arg-type]
+    program: Any = torch.onnx.export(
+        traced.run_decompositions(DECOMPOSITIONS),
+        dynamo=True,
+        verbose=False,
+        custom_translation_table=translations(),
+        **names,
+    )  # type: ignore[arg-type]
     return program.model_proto
 
 
