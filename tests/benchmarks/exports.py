@@ -7,7 +7,8 @@ batches of 1, 7 and 1,000 rows, which contain zeros, bounds, 1e6, the largest an
 extremes of integers, if the space contains them. Recurrent agents take five steps, each side with its own states.
 Discrete actions must be equal, unless the scores of the two actions differ by less than a relative 1e-5: such ties are
 counted. Continuous actions and states must be within a relative 1e-5 or an absolute 1e-6. A row is counted as an
-overflow, not as a difference, if a sum of the policy itself exceeds float32: its own result in float64 is another one.
+overflow, not as a difference, if a sum of the policy exceeds float32 (its own result in float64 is another one), or if
+it has both infinite and huge numbers.
 It is counted as rounded if the file is as close to the policy in float64 as the policy in float32 is. With WORD, only
 agents with a word in their names are compared.
 """
@@ -55,6 +56,7 @@ Array = NDArray[Any]
 SIZES, STEPS = (1, 7, 1000), 5
 MIXED_ROWS = 24
 LARGEST, HUGE = float(np.finfo(np.float32).max), 1e30
+MIXED = "infinite and huge"  # a product of a huge number may overflow to the other infinity: the sum is NaN or not
 
 
 # -- batches --------------------------------------------------------------------------------------------------------
@@ -236,6 +238,7 @@ def _check(
             result.ties += int((different & tied & ~overflow).sum())
             different &= ~tied | overflow
     if different.any():
+        overflow |= kinds == MIXED
         result.overflows += int((different & overflow).sum())
         lost |= different & overflow
     for row in np.flatnonzero(different & ~lost):
@@ -244,8 +247,9 @@ def _check(
 
 def _kinds(entries: Mapping[str, Array]) -> Array:
     """Return the kind of each row of observations by its largest magnitude."""
-    sizes = np.stack([np.abs(rows.reshape(len(rows), -1).astype(float)).max(1, initial=0) for rows in entries.values()])
-    return np.where(~np.isfinite(sizes).all(0), "infinite", np.where(sizes.max(0) > HUGE, "huge", "finite"))
+    sizes = np.concatenate([np.abs(rows.reshape(len(rows), -1).astype(float)) for rows in entries.values()], 1)
+    infinite, huge = np.isinf(sizes).any(1), (np.isfinite(sizes) & (sizes > HUGE)).any(1)
+    return np.where(infinite & huge, MIXED, np.where(infinite, "infinite", np.where(huge, "huge", "finite")))
 
 
 class Exact:

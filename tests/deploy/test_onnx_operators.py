@@ -46,7 +46,8 @@ def run_onnx(function: Callable[..., Any], *inputs: torch.Tensor) -> list[Any]:
             return function(*tensors)
 
     traced = torch.export.export(Module(), inputs).run_decompositions(DECOMPOSITIONS)
-    program: Any = torch.onnx.export(traced, dynamo=True, verbose=False, custom_translation_table=translations())  # type: ignore[call-overload]
+    options: dict[str, Any] = {"custom_translation_table": translations(), "dynamo": True, "verbose": False}
+    program: Any = torch.onnx.export(traced, **options)  # type: ignore[arg-type]
     content = program.model_proto.SerializeToString()
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_inputs()]

@@ -19,7 +19,7 @@ OWN_CARTPOLE = "examples.continuous_cartpole:ContinuousCartPole"
 SCRIPTS = (
     *("torchrl_only.py", "own_trainer.py", "own_environment.py", "loss_module.py", "hydra_app/train.py"),
     *("planner.py", "demonstrations.py", "behaviour_cloning.py", "continuous_cartpole.py", "guide/draw_data_path.py"),
-    *("pick_and_place.py", "ray_learners.py"),
+    *("pick_and_place.py", "ray_learners.py", "play_onnx.py"),
 )
 
 

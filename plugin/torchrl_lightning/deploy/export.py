@@ -262,13 +262,8 @@ def _as_onnx(traced: torch.export.ExportedProgram, description: Mapping[str, Any
 
 
 def _to_onnx(traced: torch.export.ExportedProgram, **names: list[str]) -> Any:
-    program: Any = torch.onnx.export(
-        traced.run_decompositions(DECOMPOSITIONS),
-        dynamo=True,
-        verbose=False,
-        custom_translation_table=translations(),
-        **names,
-    )  # type: ignore[arg-type]
+    options: dict[str, Any] = {"custom_translation_table": translations(), "dynamo": True, "verbose": False, **names}
+    program: Any = torch.onnx.export(traced.run_decompositions(DECOMPOSITIONS), **options)  # type: ignore[arg-type]
     return program.model_proto
 
 
