@@ -25,7 +25,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ def extreme_rows(space: spaces.Space[Any], limits: Mapping[str, float], prefix: 
 
 
 def _extreme_numbers(space: spaces.Box, limit: float) -> Array:
-    dtype = np.dtype(space.dtype)
+    dtype: np.dtype[Any] = np.dtype(space.dtype)
     if dtype.kind == "f":
         smallest, largest = float(np.finfo(dtype).smallest_subnormal), min(float(np.finfo(dtype).max), LARGEST)
         sizes = [smallest, 1.2e-38, 1.0, 1e6, largest, limit, np.inf]
@@ -289,7 +289,7 @@ class Exact:
 def _scores(policy: Any, step: TensorDict) -> list[Array]:
     """Return the logits or values of each discrete choice, ``[N, A]`` each."""
     if isinstance(policy, NormalizedPolicy):
-        return _scores(policy.policy, policy._normalized(step))  # type: ignore[arg-type]
+        return _scores(policy.policy, policy._normalized(step))
     if isinstance(policy, ExploringPolicy):
         keys = policy.network.trunk.in_keys
         entries = [step.get(key) for key in keys] if policy.memory is None else [policy.memory.step(step)[0]]
@@ -336,7 +336,8 @@ def main() -> None:
     say(_summary(f"all, {time.monotonic() - start:.0f} s", results))
     if arguments.json:
         machine = {"processor": platform.processor() or platform.machine(), "python": platform.python_version()}
-        arguments.json.write_text(json.dumps({"machine": machine, "exports": list(map(asdict, results))}, indent=2))
+        exports = [{**vars(result), "differences": dict(result.differences)} for result in results]
+        arguments.json.write_text(json.dumps({"machine": machine, "exports": exports}, indent=2) + "\n")
     sys.exit(any(result.differences for result in results))
 
 

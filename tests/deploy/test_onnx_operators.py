@@ -47,7 +47,7 @@ def run_onnx(function: Callable[..., Any], *inputs: torch.Tensor) -> list[Any]:
 
     traced = torch.export.export(Module(), inputs).run_decompositions(DECOMPOSITIONS)
     options: dict[str, Any] = {"custom_translation_table": translations(), "dynamo": True, "verbose": False}
-    program: Any = torch.onnx.export(traced, **options)  # type: ignore[arg-type]
+    program: Any = torch.onnx.export(traced, **options)
     content = program.model_proto.SerializeToString()
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_inputs()]
@@ -74,18 +74,18 @@ def test_cells_equal_torch_for_one_step(cell: Any, layers: int, biases: bool) ->
     settings = (list(module.parameters()), biases, layers, 0.0, False, False, True)
     with torch.no_grad():
         output, expected_states = module(x, states[0] if cell is nn.GRU else tuple(states))
-        given, *next_states = (gru if cell is nn.GRU else lstm)(x, states[0] if cell is nn.GRU else states, *settings)
-    torch.testing.assert_close(given, output, equal_nan=True)
+        outputs: Any = gru(x, states[0], *settings) if cell is nn.GRU else lstm(x, states, *settings)
+    torch.testing.assert_close(outputs[0], output, equal_nan=True)
     expected_states = (expected_states,) if cell is nn.GRU else expected_states
-    for state, expected in zip(next_states, expected_states, strict=True):
+    for state, expected in zip(outputs[1:], expected_states, strict=True):
         torch.testing.assert_close(state, expected, equal_nan=True)
 
 
 def test_longer_sequences_keep_their_operator() -> None:
     module = nn.GRU(3, 4, batch_first=True)
     arguments = torch.zeros(1, 4), list(module.parameters()), True, 1, 0.0, False
-    assert gru(torch.zeros(2, 5, 3), *arguments, False, True) is NotImplemented  # type: ignore[arg-type]
-    assert gru(torch.zeros(2, 1, 3), *arguments, True, True) is NotImplemented  # type: ignore[arg-type]
+    assert gru(torch.zeros(2, 5, 3), *arguments, False, True) is NotImplemented
+    assert gru(torch.zeros(2, 1, 3), *arguments, True, True) is NotImplemented
 
 
 BOX = Bounded(torch.tensor([-2.0, 0.0]), torch.tensor([2.0, 1.0]))

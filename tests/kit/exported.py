@@ -31,6 +31,11 @@ def box(*shape: int, dtype: Any = np.float32, low: Any = -INF, high: Any = INF) 
     return Box(low, high, shape, dtype)
 
 
+def bounds(low: list[float], high: list[float], dtype: Any = np.float32) -> Box:
+    """Return a Box of a vector with these bounds."""
+    return Box(np.array(low, dtype), np.array(high, dtype), dtype=dtype)
+
+
 def pixels(*shape: int) -> Box:
     """Return a Box of bytes."""
     return Box(0, 255, shape, np.uint8)
@@ -38,8 +43,8 @@ def pixels(*shape: int) -> Box:
 
 OBSERVATIONS: dict[str, spaces.Space[Any]] = {
     "float32": box(4),
-    "bounded": Box(np.float32([-1, -2, 0, 5]), np.float32([1, 3, 10, 6])),
-    "half-infinite": Box(np.float32([-INF, 0, -1]), np.float32([0, INF, INF])),
+    "bounded": bounds([-1, -2, 0, 5], [1, 3, 10, 6]),
+    "half-infinite": bounds([-INF, 0, -1], [0, INF, INF]),
     "float64": box(3, dtype=np.float64),
     "seconds": Box(1.7e9, 1.8e9, (2,), np.float64),
     "float16": box(3, dtype=np.float16),
@@ -73,7 +78,7 @@ OBSERVATIONS: dict[str, spaces.Space[Any]] = {
     "mask of choices": spaces.Dict(observation=box(4), action_mask=spaces.MultiBinary(5), aim=box(2)),
     "flags of 4": spaces.Dict(observation=box(4), action_mask=Box(0, 1, (4,), np.int8)),
     "tuple": spaces.Tuple([box(2), box(2)]),
-    "choice matrix": spaces.MultiDiscrete([[2, 3], [4, 5]]),
+    "choice matrix": spaces.MultiDiscrete(np.array([[2, 3], [4, 5]])),
     "text": spaces.Text(5),
 }
 ACTIONS: dict[str, spaces.Space[Any]] = {
@@ -85,16 +90,16 @@ ACTIONS: dict[str, spaces.Space[Any]] = {
     "choices from 1": spaces.MultiDiscrete([2, 3], start=[1, -4]),
     "int32 choices": spaces.MultiDiscrete([2, 3], dtype=np.int32),
     "bits": spaces.MultiBinary(3),
-    "box": Box(np.float32([-2, 0, 5]), np.float32([2, 1, 9])),
-    "far box": Box(np.float32([1e5, -1e-5]), np.float32([1e5 + 1, 1e-5])),
+    "box": bounds([-2, 0, 5], [2, 1, 9]),
+    "far box": bounds([1e5, -1e-5], [1e5 + 1, 1e-5]),
     "float64 box": Box(np.array([-2, 0.1]), np.array([2, 0.7]), dtype=np.float64),
-    "float16 box": Box(np.float16([-2, 0.1]), np.float16([2, 0.7]), dtype=np.float16),
+    "float16 box": bounds([-2, 0.1], [2, 0.7], np.float16),
     "scalar box": box(low=-2, high=3),
-    "half-infinite box": Box(np.float32([-INF, 0, -1]), np.float32([0, INF, 2])),
+    "half-infinite box": bounds([-INF, 0, -1], [0, INF, 2]),
     "unbounded box": box(2),
     "box matrix": box(2, 2, low=-1, high=1),
     "integer box": Box(0, 9, (2,), np.int64),
-    "choice matrix": spaces.MultiDiscrete([[2, 3], [4, 5]]),
+    "choice matrix": spaces.MultiDiscrete(np.array([[2, 3], [4, 5]])),
     "bit matrix": spaces.MultiBinary([2, 3]),
 }
 

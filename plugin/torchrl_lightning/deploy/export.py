@@ -263,7 +263,7 @@ def _as_onnx(traced: torch.export.ExportedProgram, description: Mapping[str, Any
 
 def _to_onnx(traced: torch.export.ExportedProgram, **names: list[str]) -> Any:
     options: dict[str, Any] = {"custom_translation_table": translations(), "dynamo": True, "verbose": False, **names}
-    program: Any = torch.onnx.export(traced.run_decompositions(DECOMPOSITIONS), **options)  # type: ignore[arg-type]
+    program: Any = torch.onnx.export(traced.run_decompositions(DECOMPOSITIONS), **options)
     return program.model_proto
 
 
