@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -275,3 +276,27 @@ def test_death_does_not_let_a_thread_wait_for_draws_that_are_forgotten(ray: Fake
     write_and_draw(service, range(20, 40), 1.0)
     service._writer.wait_until_written()
     assert stored_times(ray)[0] == list(range(80))
+
+
+@pytest.mark.parametrize("is_draw", [True, False])
+def test_wait_for_the_first_call_of_another_thread_is_logged(
+    is_draw: bool, ray: FakeRay, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = limited(ratio=1.0, error=16.0)
+    calls = [partial(service.draw, 8)] if is_draw else [partial(service.extend, service_rows(n)) for n in range(6)]
+    thread = threading.Thread(target=lambda: [call() for call in calls], daemon=True)
+    thread.start()
+    expected = "but no thread has written yet" if is_draw else "more drawn rows, but no thread has drawn yet"
+    deadline = time.monotonic() + 20
+    while expected not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.01)
+    other = limited(join=True, ratio=1.0, error=16.0)
+    for number in range(4):
+        if is_draw:
+            other.extend(service_rows(number)[:, :1])
+        else:
+            other.draw(8)
+    thread.join(20)
+    assert not thread.is_alive()
+    assert caplog.text.count(expected) == 1
+    assert "samples_per_insert=1, error_buffer=16 and min_size=1" in caplog.text

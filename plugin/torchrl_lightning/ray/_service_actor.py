@@ -24,7 +24,7 @@ from torchrl_lightning._core.errors import UserError
 from torchrl_lightning._core.files import read_state_folder, write_state_folder
 from torchrl_lightning.environments.seeds import spawn_seed
 from torchrl_lightning.ray._serialization import Arrays, BatchUpdate, Receipt, SampledBatches, pack_batch, unpack_batch
-from torchrl_lightning.ray.cluster import ServiceFault, installed_versions, one_line
+from torchrl_lightning.ray.cluster import FirstCallMissing, ServiceFault, installed_versions, one_line
 from torchrl_lightning.ray.rate_limiter import RateLimiter
 from torchrl_lightning.replay import ExperienceBuffer
 
@@ -158,6 +158,8 @@ class ServiceActor:
     async def check_wait(self, request: Request, caller: str, has_others: bool | None) -> bool | None:
         """Raise a ServiceFault if a request of a thread waits for other requests that only the same thread sends.
 
+        Raise a FirstCallMissing if no thread has sent such requests yet.
+
         Args:
             request: The session and number of a rollout, or the sender and number of a draw.
             caller: The thread that waits for the answer.
@@ -175,12 +177,16 @@ class ServiceActor:
             if has_others or others or (has_others is None and others is None):
                 return others
             if is_draw:
+                if not self._callers and others is False and not self._limiter.admits_draw(rows):
+                    raise FirstCallMissing(self._limiter.describe_draw_wait(rows, "no thread has written yet"))
                 if caller not in self._callers.values():
                     return others
                 if self._limiter.admits_draw(rows) and not self._missing_steps:
                     return others
                 reason = self._missing_steps or self._limiter.describe_draw_wait(rows)
             else:
+                if not self._readers and others is False and not self._limiter.admits_insert(rows):
+                    raise FirstCallMissing(self._limiter.describe_insert_wait(rows, "no thread has drawn yet"))
                 if caller not in self._readers or self._limiter.admits_insert(rows):
                     return others
                 if self._lacks_draws:  # the draws after the snapshot are not counted, but their rows are written again

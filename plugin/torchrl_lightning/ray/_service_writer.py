@@ -20,7 +20,14 @@ import numpy as np
 from torchrl_lightning._core.errors import UserError
 from torchrl_lightning.ray._serialization import Arrays, Receipt
 from torchrl_lightning.ray._waits import Demand, WaitWarning, ready_within, wait_for
-from torchrl_lightning.ray.cluster import ServiceFault, death_errors, has_failed_to_start, last_line, one_line
+from torchrl_lightning.ray.cluster import (
+    FirstCallMissing,
+    ServiceFault,
+    death_errors,
+    has_failed_to_start,
+    last_line,
+    one_line,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +98,10 @@ def call_shard(
         try:
             request, pending = send(*args) if pending is None else pending, None
             if check_wait is not None and not ready_within(ray, [request], _WAIT_CHECK_DELAY):
-                check_wait(request)
+                try:
+                    check_wait(request)
+                except FirstCallMissing as reason:
+                    logger.warning("%s waits: %s", shard.name, reason)
             return wait_for(ray, request, warning)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, UserError):

@@ -26,6 +26,10 @@ class ServiceFault(UserError):
     """A replay service differs from the run's settings, rejects a request, or has ended."""
 
 
+class FirstCallMissing(UserError):
+    """A request waits, because no thread has drawn or written yet."""
+
+
 def connect(config: Mapping[str, Any]) -> tuple[Any, bool]:
     """Connect to a cluster. Return the Ray module, and True if this call has connected the process.
 

@@ -191,17 +191,17 @@ class RateLimiter:
             return self.inserted >= self.min_size
         return self._surplus(self._ratio, 0, rows) >= -self._bound(self._ratio)
 
-    def describe_insert_wait(self, rows: int) -> str:
+    def describe_insert_wait(self, rows: int, reason: str = "only this process draws") -> str:
         """Return the setting because of which an insert waits, and the number of draws after which it may proceed."""
         assert self._ratio is not None
         missing = math.ceil(self._surplus(self._ratio, rows, 0) - self._bound(self._ratio))
         return (
-            f"at {self._described_rate} an insert of {rows} rows waits for {missing} more drawn rows, but only this "
-            f"process draws. Draw more often, lower samples_per_insert, or set error_buffer to at least "
+            f"at {self._described_rate} an insert of {rows} rows waits for {missing} more drawn rows, but {reason}. "
+            f"Draw more often, lower samples_per_insert, or set error_buffer to at least "
             f"{self._sufficient_error(rows, 0):.12g}."
         )
 
-    def describe_draw_wait(self, rows: int) -> str:
+    def describe_draw_wait(self, rows: int, reason: str = "only this process writes") -> str:
         """Return the setting because of which a draw waits, and the number of rows after which it may proceed."""
         missing = max(self.min_size - self.inserted, 0)
         advice = "Write more rows before the first draw"
@@ -213,8 +213,8 @@ class RateLimiter:
                 f"to at least {self._sufficient_error(0, rows):.12g}"
             )
         return (
-            f"at {self._described_rate} a draw of {rows} rows waits for {missing} more written rows, but only this "
-            f"process writes. {advice}."
+            f"at {self._described_rate} a draw of {rows} rows waits for {missing} more written rows, but {reason}. "
+            f"{advice}."
         )
 
     @property
