@@ -189,9 +189,11 @@ class Actor:
 
     def die(self) -> None:
         """Lose all that it holds, fail what is under way, and be built again, as Ray does."""
+        self._ended = "it died"  # no request may reach the old instance
         self._cancel()
         with mock.patch.object(self._ray, "is_back", True):
-            self._run(self._build()).result(20)
+            asyncio.run_coroutine_threadsafe(self._build(), self._ray.loop).result(20)
+        self._ended = ""
 
 
 _HANDLES: dict[int, Actor] = {}
