@@ -79,7 +79,6 @@ class DataHooks(SparseCallback):
         self.data = data
         self._monitors = WaitingMonitors()
         self._adapted = AdaptedCallbacks(data)
-        self._is_evaluated = False  # whether this fit has had an evaluation
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Adapt Lightning's callbacks for a fit."""
@@ -99,7 +98,6 @@ class DataHooks(SparseCallback):
         """Delay Ctrl-C until the end of a step, and let all ranks stop at the same step after a stop signal."""
         if not self.is_active_in(trainer):
             return
-        self._is_evaluated = False
         if trainer.world_size == 1:
             interrupts.hold(self.data)
         else:
@@ -116,9 +114,8 @@ class DataHooks(SparseCallback):
         self._monitors.release()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the callbacks after this one wait for metrics of episodes; the evaluation has logged all others."""
+        """Let the callbacks after this one wait for metrics that are logged later."""
         if self.is_active_in(trainer) and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._is_evaluated = True
             self._monitors.wait(trainer, self._delayed_metrics(trainer, pl_module))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -147,8 +144,9 @@ class DataHooks(SparseCallback):
 
     def _delayed_metrics(self, trainer: Trainer, pl_module: LightningModule) -> tuple[str, ...]:
         """Return the metrics that exist only after the first finished episode, in training or in an evaluation."""
-        is_evaluated = not trainer.enable_validation or self._is_evaluated
-        return (*self.data.episode_metrics, *(() if is_evaluated else LearnerApi.of(pl_module).evaluation_metrics))
+        evaluated = LearnerApi.of(pl_module).evaluation_metrics
+        is_evaluated = not trainer.enable_validation or any(name in trainer.callback_metrics for name in evaluated)
+        return (*self.data.episode_metrics, *(() if is_evaluated else evaluated))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Publish the DataModule's metrics for callbacks that run at the end of an evaluation."""
