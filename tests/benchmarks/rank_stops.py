@@ -99,8 +99,11 @@ class Stops:
         lines = run.lines()
         if not run.last.exists():
             return "ends before a checkpoint" if is_early else "has no checkpoint"
+        is_complete = weights(run.last) == weights(complete)
         if status == 0:
-            return "had ended before" if weights(run.last) == weights(complete) else "ended with other weights"
+            return "had ended before" if is_complete else "ended with other weights"
+        if status == 130 and is_complete:  # Ctrl-C in the evaluation after the training
+            return "had ended before"
         if program == "command" and number != signal.SIGKILL and not is_early:
             expected = 143 if number == signal.SIGTERM else 1
             if status != expected or len(lines) > 10:
