@@ -111,6 +111,24 @@ def test_second_signal_ends_the_process_and_repeated_deliveries_do_not(
     monkeypatch.undo()
 
 
+def test_end_restores_no_handler_that_the_trainer_has_replaced(ranks: Ranks) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # at the end of a fit, Lightning restores its handlers first
+    ranks.stop.end(ranks)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SIGTERMException), (signal.SIGINT, KeyboardInterrupt)])
+def test_signal_after_the_last_agreement_raises_after_the_run(ranks: Ranks, number: int, error: type) -> None:
+    ranks.stop.check(now=True)
+    ranks.stop.raise_pending()
+    ranks.stop._note(number)
+    ranks.stop.end(ranks)
+    with pytest.raises(error):
+        ranks.stop.raise_pending()
+    ranks.stop.raise_pending()  # once
+
+
 def test_single_rank_keeps_its_handlers() -> None:
     stop, before = RankStop(), signal.getsignal(signal.SIGTERM)
     stop.begin(object(), None)

@@ -102,7 +102,7 @@ class Stops:
         is_complete = weights(run.last) == weights(complete)
         if status == 0:
             return "had ended before" if is_complete else "ended with other weights"
-        if status == 130 and is_complete:  # Ctrl-C in the evaluation after the training
+        if status in (-number, 128 + number) and is_complete:  # in the evaluation after the training
             return "had ended before"
         if program == "command" and number != signal.SIGKILL and not is_early:
             expected = 143 if number == signal.SIGTERM else 1

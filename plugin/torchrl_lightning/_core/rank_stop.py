@@ -84,8 +84,10 @@ class RankStop:
         self.is_active, self._owner = False, None
         observer.remove(self._note)
         for number, handler in self._handlers.items():
-            # After an agreement the process is about to end: further signals must not change its exit status.
-            signal.signal(number, handler if self.agreed is None else signal.SIG_IGN)
+            if self.agreed is not None:  # the process is about to end: further signals must not change its status
+                signal.signal(number, signal.SIG_IGN)
+            elif signal.getsignal(number) is _only_observed:  # not if Lightning has restored the earlier handler
+                signal.signal(number, handler)
         for process in self.processes:
             try:
                 process.wait(_PATIENCE)
@@ -104,6 +106,11 @@ class RankStop:
         """
         if self._owner is not None and (self._steps.is_due() or now):
             self._agree(self._steps)
+
+    def raise_pending(self) -> None:
+        """Raise the exception of a signal that came after the last agreement of a run that has ended."""
+        if self._signals and self.agreed is None:
+            self._stop(max(self._signals, key=_PRIORITY.index))
 
     def check_evaluation(self) -> None:
         """Raise the common exception within an evaluation; ranks may take different numbers of steps there."""

@@ -115,6 +115,7 @@ def train(cfg: DictConfig) -> float:
         trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
         if trainer.received_sigterm:  # the signal came during the last batch
             raise SIGTERMException
+        rank_stop.raise_pending()
     seconds = time.perf_counter() - start
 
     checkpoint = load_weights(model, data, trainer, cfg.eval_checkpoint)
