@@ -31,6 +31,13 @@ def test_null_leaves_callbacks_and_loggers_out(run: Run, tmp_path: Path) -> None
     assert "768 frames" in again.stdout
 
 
+@pytest.mark.parametrize("group", ["data", "model", "paths", "trainer"])
+def test_null_for_a_group_that_a_run_needs_is_not_answered_by_an_empty_list(group: str, run: Run) -> None:
+    done = run("train", *TINY, f"{group}=null", expect=1)
+    assert done.stderr.startswith(f"error: {group}: ")
+    assert f"{group}=[]" not in done.stderr
+
+
 @pytest.mark.parametrize("group", ["callbacks", "logger"])
 @pytest.mark.parametrize(("parts", "number"), [(None, 0), ({}, 0), ({"a": None}, 0), ({"a": None, "b": LAST}, 1)])
 def test_parts_are_those_that_are_not_null(group: str, parts: Any, number: int) -> None:

@@ -37,6 +37,7 @@ SWEEP_NOTE = "in the run "  # prefix of the note that is added to an error in on
 _HINTS = {
     "value for argument|Sweep parameters": "several values need --multirun; write a list as [...], and a string in "
     "quotes",
+    "^(data|model|paths|trainer): .*group override must be": "a run needs it; select an option of the group",
     "group override must be": "select an option of the group, or use KEY=[] to select none",
     "subclass of EnvironmentRecipeSchema": "set data.env: {id: NAME}, or select another group, such as env=cartpole",
     "is not a ListConfig": "use KEY=[VALUE]",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
@@ -13,6 +14,7 @@ from torch import nn
 from torchrl_lightning._core.tree import Path, path_of, tensordict_of
 
 Arrays = dict[Any, NDArray[Any]]
+_BFLOAT16 = np.dtype("V2")  # NumPy has no bfloat16
 
 
 class Receipt(NamedTuple):
@@ -70,13 +72,13 @@ def copy_weights(policy: object) -> Arrays | None:
     """Return a copy of a policy's parameters and buffers, or None if the policy is not a module."""
     if not isinstance(policy, nn.Module):
         return None
-    return {name: value.numpy(force=True).copy() for name, value in _tensors(policy).items()}
+    return {name: _as_array(value.detach()).copy() for name, value in _tensors(policy).items()}
 
 
 def load_weights(policy: nn.Module, weights: Mapping[str, NDArray[Any]]) -> None:
     """Copy parameters and buffers into a policy."""
     for name, value in _tensors(policy).items():
-        value.detach().copy_(torch.tensor(weights[name]))
+        value.detach().copy_(_copied_tensor(weights[name]))
 
 
 def _tensors(policy: nn.Module) -> dict[str, torch.Tensor]:
@@ -89,7 +91,7 @@ def pack_batch(batch: TensorDictBase) -> tuple[list[int], list[Any], Arrays]:
     return (
         list(batch.shape),
         list(batch.names),
-        {key: value.cpu().contiguous().numpy() for key, value in leaves.items()},
+        {key: _as_array(value) for key, value in leaves.items()},
     )
 
 
@@ -100,4 +102,15 @@ def unpack_batch(shape: Sequence[int], names: Sequence[Any], arrays: Arrays) -> 
 
 def _copied_tensors(arrays: Arrays) -> Iterator[tuple[Path, torch.Tensor]]:
     """Yield copies of arrays as tensors, because writing into Ray's object store would end the process."""
-    return ((path_of(key), torch.from_numpy(value.copy())) for key, value in arrays.items())
+    return ((path_of(key), _copied_tensor(value)) for key, value in arrays.items())
+
+
+def _as_array(tensor: torch.Tensor) -> NDArray[Any]:
+    tensor = tensor.cpu().contiguous()
+    return tensor.view(torch.int16).numpy().view(_BFLOAT16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def _copied_tensor(array: NDArray[Any]) -> torch.Tensor:
+    is_bfloat16 = array.dtype == _BFLOAT16
+    tensor = torch.from_numpy((array.view(np.int16) if is_bfloat16 else array).copy())
+    return tensor.view(torch.bfloat16) if is_bfloat16 else tensor
