@@ -100,10 +100,10 @@ class Stops:
         if not run.last.exists():
             return "ends before a checkpoint" if is_early else "has no checkpoint"
         is_complete = weights(run.last) == weights(complete)
-        if status == 0:
-            return "had ended before" if is_complete else "ended with other weights"
-        if status in (-number, 128 + number) and is_complete:  # in the evaluation after the training
+        if is_complete:  # in the last step, or in the evaluation after the training
             return "had ended before"
+        if status == 0:
+            return "ended with other weights"
         if program == "command" and number != signal.SIGKILL and not is_early:
             expected = 143 if number == signal.SIGTERM else 1
             if status != expected or len(lines) > 10:
