@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run the command; return the mean return of the demonstrations to a sweeper."""
+    """Run the command."""
     run_command("record", record)
 
 

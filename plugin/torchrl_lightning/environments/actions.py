@@ -221,7 +221,7 @@ class ActionFormat:
         return actions.reshape(len(actions), *self.spec_shape) if actions.shape[1:] == self.shape else actions
 
     def outside(self, actions: Tensor) -> Array:
-        """Return a mask ``[*B, *shape]`` of numbers that are NaN, or outside the Box if they are not clipped."""
+        """Return a mask ``[*B, *shape]`` of numbers that are NaN or, without clipping, outside the Box."""
         received = self.to_environment(actions.cpu().numpy(), clip=False)
         if self.low is None or self.high is None:
             return np.zeros(received.shape, bool)

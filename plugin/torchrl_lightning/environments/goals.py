@@ -23,7 +23,7 @@ class EnvironmentGoals:
     """Look up the goal functions of an environment through its wrappers.
 
     The first look-up builds a separate environment from an id or a factory, so that stepped environments do not
-    change. Pickling stores only the source, not the simulator.
+    change. Pickling stores the source, but not the environment that was built from it.
 
     Args:
         source: an environment id, a factory of one Gymnasium or TorchRL environment, or a ready environment.

@@ -427,7 +427,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
 
         A life begins with the first step of the episode or with the step after a termination. If rows are time steps,
         the step with discount zero begins the next life. If the first step of the life is overwritten, the result is
-        the first position of the episode. The cost grows with the length of the life.
+        the first position of the episode. The cost grows with the earlier stored steps of the episode.
 
         Raises:
             IndexError: a step is not stored, or an environment id is out of range.

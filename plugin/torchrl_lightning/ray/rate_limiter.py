@@ -139,7 +139,7 @@ class RateLimiter:
             previous: The ``state`` of the limiter that counted these rows; None if it is unknown.
 
         Returns:
-            A sentence about the changed ratio, or None if the ratio is unchanged.
+            A sentence about the changed ratio; None if the ratio is unchanged or not set.
         """
         self.inserted, self.drawn = inserted, drawn
         settings = {} if previous is None else previous["settings"]

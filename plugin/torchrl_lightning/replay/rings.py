@@ -221,7 +221,7 @@ class Rings(process_owned.ProcessOwned, Stateful):
     # ------------------------------------------------------------------ writing
 
     def before_change(self, env: Any, below: Any = ALL_STEPS) -> None:
-        """Prepare a change to the rings of environments; called before every change.
+        """Raise an error if another process created the rings; shared rings record each coming change here.
 
         Args:
             env: the environments.

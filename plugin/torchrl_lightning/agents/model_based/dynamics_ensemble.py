@@ -230,7 +230,7 @@ class DynamicsEnsemble(WorldModelSettings, LossTermsModule):
         self.store_improved(errors)
 
     def store_improved(self, errors: Tensor) -> None:
-        """Store the weights of the members with improved held-out errors ``[M]``."""
+        """Store the weights of the members with improved held-out errors ``[M]``, and choose the elites again."""
         ensemble, model = self.require_built(self.ensemble), self.require_built(self.world_model)
         self._is_validated = True
         has_improved = model.keep_improved(ensemble, errors, self.best_errors, self.min_improvement)

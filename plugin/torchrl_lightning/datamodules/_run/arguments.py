@@ -94,7 +94,7 @@ def check_environment(data: Any, state: Mapping[str, Any]) -> None:
     """Validate the environment of a stored state before an evaluation; this does not build a buffer.
 
     Raises:
-        ValueError: The DataModule has another environment or other observations.
+        ValueError: The DataModule has another environment or other settings of the run.
     """
     current = run_fingerprint(data)
     check_fingerprint({name: state["fingerprint"].get(name) for name in current}, current)
