@@ -169,6 +169,22 @@ def test_acknowledged_rows_are_never_lost(ray: FakeRay, tmp_path: Path) -> None:
     assert len(list((tmp_path / "shard_0").iterdir())) <= 4  # the newest two of each kind
 
 
+def test_snapshot_of_the_last_checkpoint_exists_until_the_file_is_replaced(ray: FakeRay, tmp_path: Path) -> None:
+    first = ReplayService(service_buffer(), name="it", folder=tmp_path)
+    first.extend(service_rows(0))
+    last = first.state_dict()
+    for number in range(
+        1, 4
+    ):  # the best checkpoint, the next last one, which is never written, and the failed run's end
+        first.extend(service_rows(number))
+        first.state_dict()
+    first.shutdown()
+    second = ReplayService(service_buffer(), name="it", folder=tmp_path)
+    second.load_state_dict(last)
+    second.draw(4)
+    assert stored_times(ray) == {env: list(range(STEPS)) for env in range(ENVS)}
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_run_continues_from_its_checkpoint(elsewhere: bool, ray: FakeRay, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"batches_per_call": 1, "calls_in_flight": 1}
