@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from gymnasium import spaces
 from torchrl.data import Categorical, Composite, Unbounded
 
+from kit.exported import by_name
 from kit.extras import need_extra
 from torchrl_lightning import (
     DQNModule,
@@ -82,16 +82,6 @@ def observations(space: spaces.Space[Any], seed: int) -> Any:
     if isinstance(space, spaces.MultiBinary):
         values[:, 0] = 1  # a mask allows an action
     return values
-
-
-def by_name(batch: Any, prefix: str = "") -> dict[str, np.ndarray[Any, Any]]:
-    """Name the entries of a batch as the page says: the parts of a nested name are joined by dots."""
-    if not isinstance(batch, Mapping):
-        return {prefix or "observation": batch}
-    entries: dict[str, Any] = {}
-    for name, part in batch.items():
-        entries |= by_name(part, f"{prefix}.{name}" if prefix else name)
-    return entries
 
 
 def run_file(path: Path, form: str) -> tuple[Any, dict[str, Any]]:

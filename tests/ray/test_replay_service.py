@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from tensordict import TensorDict
 
 from kit.fake_ray import FakeRay
@@ -167,22 +168,6 @@ def test_acknowledged_rows_are_never_lost(ray: FakeRay, tmp_path: Path) -> None:
     assert service.state_dict()["snapshots"]
     assert stored_times(ray) == {env: list(range(9 * STEPS)) for env in range(ENVS)}
     assert len(list((tmp_path / "shard_0").iterdir())) <= 4  # the newest two of each kind
-
-
-def test_snapshot_of_the_last_checkpoint_exists_until_the_file_is_replaced(ray: FakeRay, tmp_path: Path) -> None:
-    first = ReplayService(service_buffer(), name="it", folder=tmp_path)
-    first.extend(service_rows(0))
-    last = first.state_dict()
-    for number in range(
-        1, 4
-    ):  # the best checkpoint, the next last one, which is never written, and the failed run's end
-        first.extend(service_rows(number))
-        first.state_dict()
-    first.shutdown()
-    second = ReplayService(service_buffer(), name="it", folder=tmp_path)
-    second.load_state_dict(last)
-    second.draw(4)
-    assert stored_times(ray) == {env: list(range(STEPS)) for env in range(ENVS)}
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -435,6 +420,32 @@ def test_run_with_a_service_folder_resumes_with_its_rows(ray: FakeRay, tmp_path:
     fit(tmp_path, resumed, ckpt_path=tmp_path / "one.ckpt", max_epochs=2)
     assert (resumed.frames, resumed.updates) == (60, 20)
     assert resumed.metrics()["replay/size"] == 58.0
+
+
+@pytest.mark.parametrize("kept", ["inside", "beside"])
+def test_checkpoints_of_one_moment_share_a_snapshot(kept: str, ray: FakeRay, tmp_path: Path) -> None:
+    folder, last = tmp_path / "service", tmp_path / "last.ckpt"
+    written: list[int] = []
+
+    class SavingOften(Callback):
+        """Save three checkpoints after each epoch; the process dies before the second ``last.ckpt`` is written."""
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            for name in ("best", "other"):
+                trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
+            written.append(len(list(folder.glob("shard_0/checkpoint_*"))))
+            if trainer.current_epoch:
+                trainer.datamodule.state_dict()
+                raise RuntimeError("died")
+            trainer.save_checkpoint(last)
+
+    settings: dict[str, Any] = {"checkpoint_buffer": kept}
+    with pytest.raises(RuntimeError, match="died"):
+        fit(tmp_path, served(folder, **settings), callbacks=[SavingOften()])
+    assert written == [1, 2]
+    resumed = served(folder, **settings)
+    fit(tmp_path, resumed, ckpt_path=last, max_epochs=2)
+    assert (resumed.frames, resumed.updates) == (60, 20)
 
 
 def test_resumed_run_without_a_service_folder_warns_that_it_starts_empty(

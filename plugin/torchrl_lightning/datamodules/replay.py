@@ -158,7 +158,7 @@ class ReplayDataModule(UpdatesDataModule):
         self._resumed_batch: TensorDictBase | None = None  # the first batch of a resumed run
         self._rewritten_keys: Callable[[Any], Sequence[NestedKey]] = no_keys  # the method of the learner
         self._gamma, self._num_ranks, self._seconds = 0.99, 1, dict[str, float]()  # seconds: durations in this epoch
-        self._snapshot: dict[str, Any] | None = None  # last written buffer state; None after a change
+        self._written: dict[str, Any] = {}  # the last written states of buffer and source; empty after a change
 
     def _check_settings(self) -> None:
         if not self.frames_per_update:
@@ -312,7 +312,7 @@ class ReplayDataModule(UpdatesDataModule):
                 self._normalization.advance_if_due()
                 self._normalization.normalize_(batch)
         self.updates += 1
-        self._snapshot, self._is_drawn = None, True
+        self._written, self._is_drawn = {}, True
         self._seconds["time/collect"] += collected - start
         self._seconds["time/sample"] += time.perf_counter() - collected
         if (is_finished := self._is_finished()) or update + 1 == end:
@@ -360,7 +360,7 @@ class ReplayDataModule(UpdatesDataModule):
         """Count and store a rollout, or one part of it."""
         cut = self.reset_at_each_batch and is_last
         self._clock.add(steps.rollout.numel(), self._num_ranks, steps.episode_data["replayed"])
-        self._snapshot = None
+        self._written = {}
         target = self._write_target if self._stores_rollouts else None
         if steps.trajectories is not None:  # a user's collector
             update_statistics = self._update_statistics if self._normalization.is_on else None
@@ -389,7 +389,7 @@ class ReplayDataModule(UpdatesDataModule):
         batch, self._current_batch = self._current_batch, None
         if batch is None:
             return
-        self._snapshot = None
+        self._written = {}
         self._source.update_tensordict_priority(batch)
         if keys := self._rewritten_keys(batch) if self.write_back is None else self.write_back:
             self._source.write_back(batch, keys)
@@ -418,7 +418,7 @@ class ReplayDataModule(UpdatesDataModule):
 
     def teardown(self, stage: str) -> None:
         """Save the state of a source that stores the rows, for a checkpoint that is written after the fit."""
-        if stage == "fit" and self._row_store is not None:
+        if stage == "fit" and self._row_store is not None and "source" not in self._written:
             self._source.state_dict()
         super().teardown(stage)
 
@@ -449,10 +449,10 @@ class ReplayDataModule(UpdatesDataModule):
     def _parts_state(self) -> dict[str, Any]:
         if self.buffer is None or self._buffer_mode == "none":
             return {}
-        state = {} if self.make_source is None else {"source": self._source.state_dict()}
-        if self._buffer_mode == "inside":
-            return state | {"buffer": self.buffer.state_dict()}
-        return state if self._snapshot is None else {**state, "snapshot": self._snapshot}
+        # A source that stores the rows writes them with each state.
+        if self.make_source is not None and (self._row_store is None or "source" not in self._written):
+            self._written["source"] = self._source.state_dict()
+        return {**self._written, **({"buffer": self.buffer.state_dict()} if self._buffer_mode == "inside" else {})}
 
     def save_buffer(self) -> bool:
         """Write the buffer to ``buffer_dir``; return False if the settings do not store the buffer in this folder.
@@ -461,8 +461,8 @@ class ReplayDataModule(UpdatesDataModule):
         """
         if self.buffer is None or self._buffer_mode != "beside":
             return False
-        if self._snapshot is None:
-            self._snapshot = self._snapshots.save(self.buffer, self.updates)
+        if "snapshot" not in self._written:
+            self._written["snapshot"] = self._snapshots.save(self.buffer, self.updates)
         return True
 
     def _load_parts(self, rank_state: dict[str, Any]) -> None:
@@ -478,7 +478,7 @@ class ReplayDataModule(UpdatesDataModule):
 
     def _post_load(self, rank_state: dict[str, Any]) -> None:
         super()._post_load(rank_state)
-        self._current_batch = self._snapshot = None
+        self._current_batch, self._written = None, {}
         if "buffer" not in rank_state and "snapshot" not in rank_state:
             self._refill_frames += self.warmup_frames
             logger.warning(

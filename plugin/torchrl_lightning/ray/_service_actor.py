@@ -31,9 +31,7 @@ from torchrl_lightning.replay import ExperienceBuffer
 T = TypeVar("T")
 Request = tuple[str, int]  # the sender and the number of a request
 VERSION = 1
-# Stored snapshots of each kind. A failed run may have written three more checkpoints since last.ckpt: the best one, the
-# next last one, whose file was not completed, and the state at its end.
-_MAX_SNAPSHOTS = {"snapshot": 2, "checkpoint": 4}
+_MAX_SNAPSHOTS = 2  # stored snapshots of each kind
 SNAPSHOT_NAME = re.compile(r"(snapshot|checkpoint)_(\d{8})")
 
 
@@ -329,8 +327,7 @@ class ServiceActor:
         )
         self._next_snapshot += 1
         self._acknowledged = dict(self._sessions)
-        folders = [folder for folder in self._snapshots() if folder.name.startswith(kind)]
-        for old_folder in folders[: -_MAX_SNAPSHOTS[kind]]:
+        for old_folder in [folder for folder in self._snapshots() if folder.name.startswith(kind)][:-_MAX_SNAPSHOTS]:
             shutil.rmtree(old_folder, ignore_errors=True)
         return name
 
