@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torchrl.data.utils import torch_to_numpy_dtype_dict
 
 from torchrl_lightning._core.keys import DONE, FLAGS, NEXT, REWARD
 from torchrl_lightning._core.memory import check_free_memory, pack_tree, unpack_tree
@@ -239,6 +240,8 @@ class RolloutStorage(Stateful, StorageBase):
         rollout = self.rollout
         if isinstance(index, tuple) and len(index) == 2 and all(isinstance(i, Tensor) for i in index):
             flat = torch.as_tensor(index[0] * self.num_envs + index[1])
+            if (flat < 0).any():
+                raise IndexError(f"indices of steps must be at least 0, got {index}.")
             batch = gather(flatten_tree(rollout), flat.reshape(-1))
             return batch if flat.ndim == 1 else batch.reshape(flat.shape)
         return rollout[index]
@@ -356,10 +359,18 @@ def flatten_tree(rollout: TensorDictBase) -> Tree:
 
 
 def gather(tree: Tree, index: Tensor) -> TensorDict:
-    """Return the rows ``index`` (``[B]``) of every leaf of a flat tree."""
-    batch = index.shape
-    entries = {
-        key: value.index_select(0, index) if isinstance(value, Tensor) else gather(value, index)
-        for key, value in tree.items()
-    }
-    return new_tensordict(entries, batch)
+    """Return the rows ``index`` (``[B]``, at least 0) of every leaf of a flat tree."""
+    return new_tensordict(_gather(tree, index, index.numpy() if index.is_cpu else None), index.shape)
+
+
+def _gather(tree: Tree, index: Tensor, rows: Any) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    for key, value in tree.items():
+        if not isinstance(value, Tensor):
+            entries[key] = new_tensordict(_gather(value, index, rows), index.shape)
+        elif rows is not None and value.is_contiguous() and value.dtype in torch_to_numpy_dtype_dict:
+            # NumPy needs a third of torch's time for thousands of rows.
+            entries[key] = torch.from_numpy(value.detach().numpy().take(rows, 0))
+        else:
+            entries[key] = value.index_select(0, index)
+    return entries

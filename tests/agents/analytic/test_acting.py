@@ -30,12 +30,14 @@ MODULES: dict[str, Callable[[], Any]] = {
     "greedy": lambda: DQNModule(MLPNetwork([9, 7], "tanh", head_sizes=[5])).build(DISCRETE),
     "squashed": lambda: SACModule(MLPNetwork([8], "relu", head_sizes=[6])).build(BOX),
     "noisy": lambda: TD3Module(MLPNetwork([8, 8], "relu")).build(BOX),
+    "wide categorical": lambda: PPOModule(MLPNetwork([800, 800])).build(DISCRETE),
+    "wide clipped": lambda: PPOModule(MLPNetwork([800, 800])).build(BOX),
+    "wide greedy": lambda: DQNModule(MLPNetwork([800, 800])).build(DISCRETE),
 }
 UNSUPPORTED: dict[str, Callable[[], Any]] = {
     "dueling": lambda: DQNModule(dueling=True).build(DISCRETE),
     "one-hot": lambda: DQNModule().build(ONE_HOT),
     "activation": lambda: DQNModule(MLPNetwork([8], "gelu")).build(DISCRETE),
-    "wide": lambda: DQNModule(MLPNetwork([1024, 1024])).build(DISCRETE),
     "distribution": lambda: PPOModule(distribution="tanh_normal").build(BOX),
     "memory": lambda: DQNModule(RecurrentNetwork(hidden_size=4)).build(DISCRETE),
 }
@@ -90,6 +92,22 @@ def test_compiled_policy_equals_its_module(name: str, mode: ExplorationType, mon
             for key, value in expected.items():
                 assert compiled[key].dtype == value.dtype
                 torch.testing.assert_close(compiled[key], value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1024, 1100])
+def test_compiled_policy_of_many_rows_equals_its_module(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = PPOModule(MLPNetwork([64, 64])).build(DISCRETE).policy
+    step = TensorDict({"observation": torch.zeros(rows, 4)}, [rows])
+    call = bound_call(policy, step)
+    assert call is not None
+    assert is_compiled(policy, call, monkeypatch)
+    for _ in range(2):
+        step["observation"].normal_()
+        for parameter in policy.parameters():  # new values, and new memory
+            parameter.data = 1.5 * parameter.data
+        compiled, expected = act_twice(policy, call, step)
+        assert (compiled["action"] == expected["action"]).float().mean() > 0.999
+        torch.testing.assert_close(compiled["action_log_prob"], expected["action_log_prob"], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.uint8])

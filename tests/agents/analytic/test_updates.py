@@ -55,18 +55,18 @@ def module_of(case: str, network: Any, **settings: Any) -> Any:
     return PPOModule(network, **settings).build(BOX)
 
 
-def mini_batch(in_a_box: bool = False) -> TensorDict:
+def mini_batch(in_a_box: bool = False, rows: int = ROWS) -> TensorDict:
     """Return steps with large policy ratios; in a box, some actions are on its bounds."""
     torch.manual_seed(1)
     low, high = BOX.action.space.low, BOX.action.space.high
     entries = {
-        "observation": torch.randn(ROWS, 4),
-        "action": (3.0 * torch.randn(ROWS, 2)).clamp(low, high) if in_a_box else torch.randint(0, 2, (ROWS,)),
-        "action_log_prob": -torch.rand(ROWS),
-        "advantage": torch.randn(ROWS, 1),
-        "value_target": torch.randn(ROWS, 1),
+        "observation": torch.randn(rows, 4),
+        "action": (3.0 * torch.randn(rows, 2)).clamp(low, high) if in_a_box else torch.randint(0, 2, (rows,)),
+        "action_log_prob": -torch.rand(rows),
+        "advantage": torch.randn(rows, 1),
+        "value_target": torch.randn(rows, 1),
     }
-    return TensorDict(entries, [ROWS])
+    return TensorDict(entries, [rows])
 
 
 def batch_of(case: str, edit: Callable[[TensorDict], Any] = lambda level: None, keys: Any = ("observation",)) -> Any:
@@ -128,6 +128,30 @@ def test_analytic_update_equals_autograd(name: str, network: str, weighted: bool
         if expected_grad is not None:
             atol = 1e-5 * float(expected_grad.abs().max()) + 1e-8
             torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=atol)
+
+
+@pytest.mark.parametrize("rows", [256, 257, 700])
+@pytest.mark.parametrize("case", ["ppo", "ppo in a box"])
+def test_analytic_update_of_several_blocks_equals_autograd(case: str, rows: int) -> None:
+    module = module_of(case, NETWORKS["tanh"], entropy_coeff=0.1)
+    batch = mini_batch(case == "ppo in a box", rows)
+    with torch.no_grad():
+        batch["action_log_prob"] = module.evaluate(batch)[0] + 0.3 * torch.randn(rows)
+    update = start_update(module)
+    for _ in range(2):  # the second call overwrites the sums of the first
+        written = update(batch)
+    analytic = gradients(module)
+    for parameter in module.parameters():
+        parameter.grad = None
+    computed = module.compute(batch)
+    sum(value for key, value in computed.items() if key.startswith("loss_")).backward()
+    expected = {key: float(value.detach()) for key, value in computed.items()}
+    assert dict(sorted(written.items())) == pytest.approx(dict(sorted(expected.items())), rel=1e-5, abs=1e-6)
+    for grad, expected_grad in zip(analytic, gradients(module), strict=True):
+        assert grad is not None
+        assert expected_grad is not None
+        atol = 1e-5 * float(expected_grad.abs().max()) + 1e-8
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=atol)
 
 
 @pytest.mark.parametrize("case", [*OFF_POLICY, "ppo"])

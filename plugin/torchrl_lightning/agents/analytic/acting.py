@@ -16,16 +16,20 @@ from torch import Tensor
 from torchrl_lightning._core.torchrl_compat import buffers_of
 from torchrl_lightning.agents.analytic import kernels
 from torchrl_lightning.agents.analytic.perceptrons import (
+    BLOCK_ROWS,
     ModuleGuard,
+    Perceptron,
     Unsupported,
     defining_class,
     is_plain,
     linear_layers,
+    perceptron_from_layers,
     require_class,
 )
 from torchrl_lightning.kernels.compiled import jitted
 
-MAX_PRODUCTS = 1 << 21  # largest number of rows times weights; torch is faster for more
+MAX_PRODUCTS = 1 << 21
+"""The largest number of rows times weights that one kernel computes. NumPy's matrix products are faster for more."""
 
 
 def compiled_call(policy: Any, step: TensorDictBase) -> Callable[[], dict[Any, Tensor]] | None:
@@ -74,16 +78,14 @@ class CompiledLayers:
         head_vectors: Additional parameters and buffers for the kernel.
 
     Raises:
-        Unsupported: The modules contain other layers, or are too large.
+        Unsupported: The modules contain other layers.
     """
 
     def __init__(self, entries: Sequence[Tensor], trunk: Any, head: Any, *head_vectors: dict[str, Any]) -> None:
         linear, activations = linear_layers(trunk, head)
         self.rows, weights = len(entries[0]), sum(layer.weight.numel() for layer in linear)
-        if self.rows * weights > MAX_PRODUCTS or not all(entry.is_cpu and entry.ndim == 2 for entry in entries):
-            raise Unsupported(
-                f"rows times weights must be at most {MAX_PRODUCTS}, got {self.rows} rows and {weights} weights."
-            )
+        if not all(entry.is_cpu and entry.ndim == 2 for entry in entries):
+            raise Unsupported("Observations must be vectors on the CPU.")
         widths, features = [entry.shape[1] for entry in entries], linear[0].in_features
         if sum(widths) != features:
             raise Unsupported(f"observation vectors must have {features} elements in total, got {widths}.")
@@ -101,8 +103,13 @@ class CompiledLayers:
         self._table = np.zeros((len(linear) + 1, 5), np.int64)
         self._table[:-1, 2:] = shapes
         self.outputs = int(self._table[-2, 3])
-        work = np.empty((2, self.rows * int(self._table[:, 3].max())), np.float32)
-        self.arguments = x.numpy(), self._table, work, np.empty((self.rows, self.outputs), np.float32)
+        self._linear, self._activations = linear, activations
+        self._perceptron: Perceptron | None = None
+        self._is_large = self.rows * weights > MAX_PRODUCTS
+        # The kernels of a large network get a table without layers, because the outputs are computed before.
+        table, width = (self._table[-1:], 0) if self._is_large else (self._table, int(self._table[:, 3].max()))
+        work, out = np.empty((2, self.rows * width), np.float32), np.empty((self.rows, self.outputs), np.float32)
+        self.arguments = x.numpy(), table, work, out
         """The first arguments of each ``act_...`` kernel."""
 
     def tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -110,7 +117,10 @@ class CompiledLayers:
         return torch.empty(self.rows, *shape, dtype=dtype)
 
     def refresh(self) -> bool:
-        """Update addresses and copied inputs; return False if the modules have changed since construction."""
+        """Update addresses, copied inputs and outputs; return False if the modules have changed since construction.
+
+        The outputs are only updated for a large network; otherwise the kernel computes them.
+        """
         current = [tensor for tensors in self._tensor_dicts for tensor in tensors.values() if tensor is not None]
         addresses = list(map(Tensor.data_ptr, current))
         if addresses != self._addresses:
@@ -120,9 +130,20 @@ class CompiledLayers:
             layers = len(self._table) - 1
             self._table[:-1, :2] = np.reshape(addresses[: 2 * layers], (-1, 2))
             self._table[-1, : len(addresses) - 2 * layers] = addresses[2 * layers :]
+            if self._is_large:
+                self._perceptron = perceptron_from_layers(self._linear, self._activations)
+                self._outputs = self._perceptron.allocate(min(self.rows, BLOCK_ROWS))
         for columns, entry in self._copied_inputs:
             columns.copy_(entry)
-        return self._guard.unchanged()
+        if not self._guard.unchanged():
+            return False
+        if self._perceptron is not None:
+            x, _, _, out = self.arguments
+            for start in range(0, self.rows, BLOCK_ROWS):
+                block = x[start : start + BLOCK_ROWS]
+                outputs = [output[: len(block)] for output in self._outputs]
+                out[start : start + BLOCK_ROWS] = self._perceptron.forward(block, outputs)
+        return True
 
 
 @dataclass

@@ -360,23 +360,25 @@ def smooth_target_actions(out: Any, noise: Any, scale: float, max_noise: float, 
 
 
 def ppo_categorical_loss(
-    logits: Any, action: Any, old_log_prob: Any, advantage: Any, clip: float, entropy_coeff: float, grad: Any
+    logits: Any, action: Any, old_log_prob: Any, advantage: Any, rows: int, clip: float, entropy_coeff: float, grad: Any
 ) -> Any:
-    """Return the means of PPO's objective, entropy, KL, log-ratio and clip fraction for integer actions (numba).
+    """Return PPO's objective, entropy, KL, log-ratio and clip fraction for integer actions (numba).
+
+    The rows are a block of a batch. The results of the blocks add up to the means of the batch.
 
     Args:
-        logits: logits of all actions, ``[B, A]``.
-        action: executed actions, ``[B]``.
-        old_log_prob: log-probabilities of the actions at collection time, ``[B]``.
-        advantage: advantages, ``[B]``.
+        logits: logits of all actions, ``[R, A]``.
+        action: executed actions, ``[R]``.
+        old_log_prob: log-probabilities of the actions at collection time, ``[R]``.
+        advantage: advantages, ``[R]``.
+        rows: number of rows of the whole batch.
         clip: clipping range of the ratio around 1.
         entropy_coeff: weight of the entropy.
-        grad: receives the gradient of the objective minus the weighted entropy, ``[B, A]``.
+        grad: receives the gradient of the objective minus the weighted entropy, ``[R, A]``.
     """
-    rows, size = logits.shape
-    weight = np.float32(1.0 / rows)
+    size, weight = logits.shape[1], np.float32(1.0 / rows)
     objective = entropy = kl = log_ratios = clipped = 0.0
-    for r in range(rows):
+    for r in range(len(logits)):
         row, max_logit, total = logits[r], logits[r].max(), np.float32(0.0)
         for a in range(size):
             grad[r, a] = np.exp(row[a] - max_logit)
@@ -407,35 +409,39 @@ def ppo_clipped_normal_loss(
     action: Any,
     old_log_prob: Any,
     advantage: Any,
+    rows: int,
     clip: float,
     entropy_coeff: float,
     box: Any,
     grad: Any,
     log_std_grad: Any,
 ) -> Any:
-    """Return the means of PPO's objective, entropy, KL, log-ratio and clip fraction for clipped Normals (numba).
+    """Return PPO's objective, entropy, KL, log-ratio and clip fraction for clipped Normals (numba).
+
+    The rows are a block of a batch. The results of the blocks add up to the means of the batch.
 
     Args:
-        out: means in units of the half-range, ``[B, A]``.
-        action: executed actions, ``[B, A]``.
-        old_log_prob: log-probabilities of the actions at collection time, ``[B]``.
-        advantage: advantages, ``[B]``.
+        out: means in units of the half-range, ``[R, A]``.
+        action: executed actions, ``[R, A]``.
+        old_log_prob: log-probabilities of the actions at collection time, ``[R]``.
+        advantage: advantages, ``[R]``.
+        rows: number of rows of the whole batch.
         clip: clipping range of the ratio around 1.
         entropy_coeff: weight of the entropy before clipping.
         box: center and half-range of the actions, the log deviation in units of the half-range, and the bounds low and
             high, ``[A]`` each.
-        grad: receives the gradient of the means, ``[B, A]``.
+        grad: receives the gradient of the means, ``[R, A]``.
         log_std_grad: receives the gradient of the log deviations, ``[A]``.
     """
-    (rows, size), (center, half_range, log_std, low, high) = out.shape, box
-    constant = 0.5 * math.log(2.0 * math.pi)
+    size, (center, half_range, log_std, low, high) = out.shape[1], box
+    constant, fraction = 0.5 * math.log(2.0 * math.pi), len(out) / rows
     scale, log_scale, log_std_slope, log_std_sum = np.empty(size), np.empty(size), np.empty(size), np.empty(size)
     objective = kl = log_ratios = clipped = entropy = 0.0
     for a in range(size):
         scale[a], log_scale[a] = math.exp(log_std[a]) * half_range[a], log_std[a] + math.log(half_range[a])
         entropy += log_scale[a] + 0.5 + constant
-        log_std_sum[a] = -entropy_coeff
-    for r in range(rows):
+        log_std_sum[a] = -entropy_coeff * fraction
+    for r in range(len(out)):
         log_prob = 0.0
         for a in range(size):
             value = action[r, a]
@@ -463,7 +469,7 @@ def ppo_clipped_normal_loss(
             grad[r, a] *= -log_prob_grad * half_range[a] / scale[a]
     for a in range(size):
         log_std_grad[a] = log_std_sum[a]
-    return objective / rows, entropy, kl / rows, log_ratios / rows, clipped / rows
+    return objective / rows, entropy * fraction, kl / rows, log_ratios / rows, clipped / rows
 
 
 def clipped_objective(log_ratio: Any, advantage: Any, clip: float) -> Any:
@@ -479,14 +485,14 @@ def kl_estimate(log_ratio: Any) -> Any:
     return np.float32(math.expm1(log_ratio_64) - min(log_ratio_64, 88.0))
 
 
-def ppo_value_loss(values: Any, target: Any, coeff: float, kind: int, grad: Any) -> Any:
-    """Return the mean distance of values ``[B, 1]`` from targets ``[B, 1]``, times ``coeff`` (numba).
+def ppo_value_loss(values: Any, target: Any, rows: int, coeff: float, kind: int, grad: Any) -> Any:
+    """Return the summed distance of values ``[R, 1]`` from targets ``[R, 1]``, times ``coeff / rows`` (numba).
 
-    ``grad`` ``[B, 1]`` receives the gradient.
+    The rows are a block of a batch of ``rows`` rows. ``grad`` ``[R, 1]`` receives the gradient.
     """
-    loss, weight = 0.0, np.float32(coeff / len(values))
+    loss, weight = 0.0, np.float32(coeff / rows)
     for r in range(len(values)):
         loss_term, slope = distance(values[r, 0] - target[r, 0], kind)
         loss += loss_term
         grad[r, 0] = weight * slope
-    return loss * coeff / len(values)
+    return loss * coeff / rows

@@ -24,6 +24,8 @@ LayerOutputs = list[Array]
 GradBuffers = dict[tuple[int, int], Array]
 """Buffers for gradients between layers. They are unused after a backward pass, so networks share them."""
 Gradients = Mapping[Any, Tensor]
+BLOCK_ROWS = 256
+"""The largest number of rows that a perceptron computes at a time in large batches, to fit into the CPU's cache."""
 _AGENTS_PACKAGE = __name__.partition(".analytic")[0]
 _ACTIVATIONS: dict[type, int] = {nn.ReLU: kernels.RELU, nn.Tanh: kernels.TANH}
 # The attributes with the layers of our modules, in order of execution.
@@ -157,6 +159,7 @@ class Perceptron:
         self._add_and_activate = jitted(kernels.add_and_activate)
         self._backward_activation = jitted(kernels.backward_activation)
         self._input_grads: list[Array] = []  # gradients of the layers' inputs
+        self._block_gradients = [(np.empty_like(weight), np.empty_like(bias)) for weight, bias in self.gradients]
 
     def allocate(self, rows: int, buffers: GradBuffers | None = None) -> LayerOutputs:
         """Allocate the outputs of the layers and, in ``buffers``, the gradients between layers; return the outputs."""
@@ -175,7 +178,7 @@ class Perceptron:
             x = out
         return x
 
-    def backward(self, x: Array, outputs: LayerOutputs, grad: Array, all_rows: Array) -> None:
+    def backward(self, x: Array, outputs: LayerOutputs, grad: Array, all_rows: Array, accumulate: bool = False) -> None:
         """Write the parameter gradients from the gradient ``[B, O]`` of the last output.
 
         Args:
@@ -183,9 +186,11 @@ class Perceptron:
             outputs: The outputs that ``forward`` computed.
             grad: The gradient of the last output; it is overwritten.
             all_rows: The indices of all rows, ``[B]``.
+            accumulate: Add the gradients of these rows to the gradients of earlier rows.
         """
+        targets = self._block_gradients if accumulate else self.gradients
         for number in reversed(range(len(self.layers))):
-            (weight, _, activation), (weight_grad, bias_grad) = self.layers[number], self.gradients[number]
+            (weight, _, activation), (weight_grad, bias_grad) = self.layers[number], targets[number]
             self._backward_activation(grad, outputs[number], all_rows, activation, bias_grad)
             layer_input = outputs[number - 1] if number else x
             if weight_grad.flags.c_contiguous:
@@ -193,7 +198,11 @@ class Perceptron:
             else:  # the memory layout is [out, in]
                 np.dot(grad.T, layer_input, out=weight_grad.T)
             if number:
-                grad = np.dot(grad, weight.T, out=self._input_grads[number])
+                grad = np.dot(grad, weight.T, out=self._input_grads[number][: len(grad)])
+        if accumulate:
+            for totals, gradients in zip(self.gradients, self._block_gradients, strict=True):
+                for total, gradient in zip(totals, gradients, strict=True):
+                    total += gradient
 
     def input_gradient(self, outputs: LayerOutputs, rows: Array, grad: Array, columns: int) -> Array:
         """Return the last ``columns`` of the input gradient, for the output gradient ``[n, O]`` of ``rows`` ``[n]``."""
@@ -211,7 +220,13 @@ _NO_BIAS_GRAD = np.empty(0, np.float32)
 
 def perceptron_from_modules(trunk: Any, head: Any, gradients: Gradients | None = None) -> Perceptron:
     """Return a trunk and a head as a perceptron; raise Unsupported if they have other layers."""
-    linear, activations = linear_layers(trunk, head)
+    return perceptron_from_layers(*linear_layers(trunk, head), gradients)
+
+
+def perceptron_from_layers(
+    linear: Sequence[nn.Linear], activations: Sequence[int], gradients: Gradients | None = None
+) -> Perceptron:
+    """Return linear layers and their activations as a perceptron on the memory of the layers."""
     layers = [
         (array_of(layer.weight).T, array_of(layer.bias), activation)
         for layer, activation in zip(linear, activations, strict=True)

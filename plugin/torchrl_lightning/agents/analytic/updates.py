@@ -21,6 +21,7 @@ from torchrl.objectives.common import AUTO_LOSS_MASK_KEYS
 from torchrl_lightning._core.keys import REPLAYED
 from torchrl_lightning.agents.analytic import kernels
 from torchrl_lightning.agents.analytic.perceptrons import (
+    BLOCK_ROWS,
     Array,
     GradBuffers,
     Gradients,
@@ -380,18 +381,20 @@ class PPOUpdate(AnalyticUpdate):
         self._keys, self._distance = actor.trunk.in_keys, DISTANCES[agent.loss_critic_type]
         self._actor = perceptron_from_modules(actor.trunk, actor.head, gradients)
         self._critic = perceptron_from_modules(critic.trunks[0], critic.module[0], gradients)
-        self._actor_outputs = self._actor.allocate(self.batch_size)
-        self._critic_outputs = self._critic.allocate(self.batch_size)
+        self._block = -(-self.batch_size // -(-self.batch_size // BLOCK_ROWS))  # blocks of almost equal size
+        self._actor_outputs, self._critic_outputs = (net.allocate(self._block) for net in (self._actor, self._critic))
         self._actor_grad = np.empty_like(self._actor_outputs[-1])
         self._value_grad = np.empty_like(self._critic_outputs[-1])
-        self._arguments: tuple[Any, ...] = (self._actor_grad,)
+        self._log_std_grads: tuple[Array, Array] | None = None  # of the batch, and of a block
+        self._box: tuple[Any, ...] = ()
         if head_class == "CategoricalHead":
             self._actor_loss = jitted(kernels.ppo_categorical_loss)
         else:
             head, layer = actor.head, actor.head.layers
             box = tuple(map(array_of, (layer.center, layer.half_range, layer.log_std, head.low, head.high)))
-            self._actor_loss = jitted(kernels.ppo_clipped_normal_loss)
-            self._arguments = box, self._actor_grad, gradients[layer.log_std].numpy()
+            self._actor_loss, self._box = jitted(kernels.ppo_clipped_normal_loss), (box,)
+            total = gradients[layer.log_std].numpy()
+            self._log_std_grads = total, np.empty_like(total)
         return [actor, critic]
 
     def supported_size(self, batch: TensorDictBase) -> int | None:
@@ -407,23 +410,21 @@ class PPOUpdate(AnalyticUpdate):
 
     def write_gradients(self, batch: TensorDictBase) -> dict[str, float]:
         """Write the gradients; return the loss terms and diagnostics."""
-        agent, x = self.agent, to_vector_array([batch.get(key) for key in self._keys])
-        entropy_coeff, out = float(agent.entropy_coeff), self._actor.forward(x, self._actor_outputs)
-        action, old_log_prob = (batch.get(key).numpy() for key in ("action", "action_log_prob"))
-        steps, clip = (out, action, old_log_prob, agent.advantage(batch).numpy()), float(agent.clip_epsilon)
-        results = self._actor_loss(*steps, clip, entropy_coeff, *self._arguments)
-        objective, entropy, kl, log_ratio, clip_fraction = results
-        values, target = self._critic.forward(x, self._critic_outputs), batch.get("value_target").numpy()
-        arguments = values, target, agent.critic_coeff, self._distance, self._value_grad
-        critic_loss = jitted(kernels.ppo_value_loss)(*arguments)
-        if kl == math.inf:  # the gradients are then infinite or NaN; suppress NumPy's warnings
-            with np.errstate(invalid="ignore", over="ignore"):
-                self._backward(x)
-        else:
-            self._backward(x)
+        x = to_vector_array([batch.get(key) for key in self._keys])
+        action, old_log_prob, target = (batch.get(key).numpy() for key in ("action", "action_log_prob", "value_target"))
+        columns = x, action, old_log_prob, self.agent.advantage(batch).numpy(), target
+        totals = [0.0] * 6
+        # A block passes both networks while it is in the processor's cache. Gradients are infinite or NaN if the KL
+        # divergence is infinite; suppress NumPy's warnings then.
+        with np.errstate(invalid="ignore", over="ignore"):
+            for start in range(0, self.batch_size, self._block):
+                block = [column[start : start + self._block] for column in columns]
+                terms = self._write_block(start == 0, *block)
+                totals = [total + term for total, term in zip(totals, terms, strict=True)]
+        objective, entropy, kl, log_ratio, clip_fraction, critic_loss = totals
         return {
             "loss_objective": objective,
-            "loss_entropy": -entropy_coeff * entropy,
+            "loss_entropy": -float(self.agent.entropy_coeff) * entropy,
             "entropy": entropy,
             "loss_critic": critic_loss,
             "kl_approx": kl,
@@ -431,6 +432,24 @@ class PPOUpdate(AnalyticUpdate):
             "clip_fraction": clip_fraction,
         }
 
-    def _backward(self, x: Array) -> None:
-        self._actor.backward(x, self._actor_outputs, self._actor_grad, self.all_rows)
-        self._critic.backward(x, self._critic_outputs, self._value_grad, self.all_rows)
+    def _write_block(
+        self, is_first: bool, x: Array, action: Array, old_log_prob: Array, advantage: Array, target: Array
+    ) -> tuple[float, ...]:
+        """Write the gradients of the first rows of a batch, or add those of later rows; return their loss terms."""
+        agent, size, rows = self.agent, self.batch_size, len(x)
+        all_rows, log_std_grads = self.all_rows[:rows], self._log_std_grads
+        actor_outputs = [output[:rows] for output in self._actor_outputs]
+        critic_outputs = [output[:rows] for output in self._critic_outputs]
+        actor_grad, value_grad = self._actor_grad[:rows], self._value_grad[:rows]
+        grads = (actor_grad,) if log_std_grads is None else (actor_grad, log_std_grads[0 if is_first else 1])
+        steps = self._actor.forward(x, actor_outputs), action, old_log_prob, advantage
+        coefficients = size, float(agent.clip_epsilon), float(agent.entropy_coeff)
+        terms = self._actor_loss(*steps, *coefficients, *self._box, *grads)
+        values = self._critic.forward(x, critic_outputs)
+        arguments = values, target, size, agent.critic_coeff, self._distance, value_grad
+        critic_loss = jitted(kernels.ppo_value_loss)(*arguments)
+        self._actor.backward(x, actor_outputs, actor_grad, all_rows, accumulate=not is_first)
+        self._critic.backward(x, critic_outputs, value_grad, all_rows, accumulate=not is_first)
+        if log_std_grads is not None and not is_first:
+            log_std_grads[0][:] += log_std_grads[1]
+        return *terms, critic_loss
