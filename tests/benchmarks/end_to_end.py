@@ -10,8 +10,9 @@ and target updates.
 and ``ours, as the command runs`` adds the CSV log, the progress bar and the checkpoints of ``torchrl-lightning-train``;
 evaluation is left out on all sides. ``Stable-Baselines3`` is as it ships; ``lean`` leaves its Monitor out, has
 Gymnasium's wrapper of Pong instead of its own, and torch's fused Adam, ``lean, our Adam`` ours. ``four`` makes four
-updates at once after four steps. ``SBX`` has the same algorithms in JAX. ``bare loop`` is the arithmetic without any
-library. SBX and Tianshou take part where they are installed; Pong needs the extra ``atari``. The ratios are medians
+updates at once after four steps. ``SBX`` has the same algorithms in JAX, and ``rejax`` also compiles its environments.
+``bare loop`` is the arithmetic without any library. SBX, Tianshou and rejax take part where they are installed; Pong
+needs the extra ``atari``, and 128 and more environments the extra ``envpool``. The ratios are medians
 over medians, over several peers over the fastest; ``--check`` exits with 1 where a budget is missed.
 """
 
@@ -49,7 +50,7 @@ from torchrl_lightning.agents import CNNNetwork, DQNModule, MLPNetwork, SACModul
 OURS, ONE, COMMAND = "ours", "ours, one", "ours, as the command runs"
 SB3, SB3_FOUR = "Stable-Baselines3", "Stable-Baselines3, four"
 LEAN, LEAN_OURS = "Stable-Baselines3, lean", "Stable-Baselines3, lean, our Adam"
-SBX, SBX_FOUR, TIANSHOU, BARE = "SBX", "SBX, four", "Tianshou", "bare loop"
+SBX, SBX_FOUR, TIANSHOU, BARE, REJAX = "SBX", "SBX, four", "Tianshou", "bare loop", "rejax"
 ANY_SBX = (SBX, SBX_FOUR)
 IMAGES = 4000
 """Cells of a replay of images."""
@@ -180,6 +181,19 @@ def ppo(env: str, num_envs: int, rollouts: int, over_sb3: float) -> Run:
     return Run(f"PPO {env.split('-')[0]}, {environments}", contenders, tuple(budgets))
 
 
+def ppo_envpool(num_envs: int, rollouts: int) -> Run:
+    """PPO on many CartPoles: rollouts of 64 steps, mini-batches of 4096, 4 epochs, separate networks of 64 x 64."""
+    from torchrl_lightning import EnvironmentRecipe
+
+    recipe = EnvironmentRecipe("CartPole-v1", vectorization="envpool")
+    contenders = {OURS: ours.ppo(recipe, num_envs, 64, rollouts, mini_batch_size=4096)}
+    if has("rejax"):
+        from benchmarks.whole_runs import rejax
+
+        contenders[REJAX] = rejax.ppo(num_envs, 64, rollouts, 4096)
+    return Run(f"PPO CartPole, {num_envs} EnvPool environments", contenders, ((OURS, REJAX, 1.0),))
+
+
 def dqn_pong_sides(updates: int, **where: Any) -> Sides:
     """DQN on images of Pong: batch 32, the convolutions of Mnih et al., an update for each step of 4 environments."""
     from benchmarks.whole_runs import pong
@@ -248,6 +262,9 @@ def runs(scale: float) -> dict[str, Callable[[], Run]]:
         "sac": partial(continuous, "SAC", updates // 2, 2.1),
         "ppo_8": partial(ppo, "CartPole-v1", 8, rollouts, 1.9),
         "ppo_1": partial(ppo, "CartPole-v1", 1, rollouts, 1.9),
+        "ppo_128": partial(ppo_envpool, 128, rollouts * 4),
+        "ppo_512": partial(ppo_envpool, 512, rollouts),
+        "ppo_1024": partial(ppo_envpool, 1024, rollouts // 2),
         "ppo_pendulum": partial(ppo, "Pendulum-v1", 8, rollouts, 1.5),
         "dqn_pong": partial(dqn_pong, updates // 4),
         "ppo_pong": partial(ppo_pong, max(2, rollouts // 5)),

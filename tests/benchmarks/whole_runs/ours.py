@@ -118,13 +118,14 @@ def ppo(
     steps: int,
     rollouts: int,
     *,
+    mini_batch_size: int = 256,
     network: Network | None = None,
     compiled: bool = False,
     command: bool = False,
     normalized: bool = False,
     device: str = "cpu",
 ) -> Training:
-    """Train with mini-batches of 256 and 4 epochs."""
+    """Train with 4 epochs."""
 
     def run(seed: int) -> float:
         torch.manual_seed(seed)
@@ -133,7 +134,7 @@ def ppo(
             num_envs=num_envs,
             frames_per_batch=num_envs * steps,
             num_epochs=4,
-            mini_batch_size=256,
+            mini_batch_size=mini_batch_size,
             normalize_observation=normalized,
             normalize_reward=normalized,
             seed=seed,
