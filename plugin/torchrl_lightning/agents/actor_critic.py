@@ -307,7 +307,7 @@ class ActorCriticModule(LossTermsModule):
                 self._learn(minibatch, inner=number > 0)
 
     def _learn(self, batch: TensorDictBase, *, inner: bool) -> None:
-        terms = self._update(batch) or self.compute(batch)
+        terms = self._analytic_update(batch) or self.compute(batch)
         if self.intrinsic is not None:
             terms["loss_intrinsic_predictor"] = self.intrinsic.loss(batch)
         if self.should_stop(terms):

@@ -412,17 +412,17 @@ class LossTermsModule(AgentModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._update: Callable[[Any], Any] = no_analytic_update
+        self._analytic_update: Callable[[Any], Any] = no_analytic_update
 
     def on_train_start(self) -> None:
         """Use analytic gradients if they support this agent; they equal autograd's gradients up to float error."""
         super().on_train_start()
-        self._update = make_analytic_update(self) or no_analytic_update
+        self._analytic_update = make_analytic_update(self) or no_analytic_update
 
     def on_train_end(self) -> None:
         """Release the buffers of the analytic gradients."""
         super().on_train_end()
-        self._update = no_analytic_update
+        self._analytic_update = no_analytic_update
 
     def compute(self, batch: Any) -> Any:
         """Return ``losses`` of a batch, compiled if ``compile`` is set."""

@@ -31,10 +31,11 @@ class LossModuleAgent(AgentModule):
     """Train a TorchRL ``LossModule`` on the batches of a DataModule.
 
     Each batch is one update. It minimises the sum of the loss's entries ``loss_...`` (or the entry ``loss``), then
-    updates the target networks. If the loss writes priorities (``td_error``), the buffer receives them. Entries are
-    logged under TorchRL's names. For example, the ``train/kl_approx`` of TorchRL's PPO losses is the
-    ``train/kl_approx_k1`` of :class:`PPOModule`. The value estimator is built before a checkpoint is loaded. It uses
-    ``gamma`` if set. Otherwise it has TorchRL's defaults, unless ``loss`` has already built an estimator.
+    updates the target networks. If the loss writes priorities (``td_error``), the buffer receives them. Some losses
+    write squared errors or cross-entropies. Entries are logged under TorchRL's names. For example, the
+    ``train/kl_approx`` of TorchRL's PPO losses is the ``train/kl_approx_k1`` of :class:`PPOModule`. The value estimator
+    is built before a checkpoint is loaded. It uses ``gamma`` if set. Otherwise it has TorchRL's defaults, unless
+    ``loss`` has already built an estimator.
 
     Args:
         loss: With ``networks``, a TorchRL loss class or its partial. Without ``networks``, a loss instance, or a

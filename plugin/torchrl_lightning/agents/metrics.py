@@ -32,7 +32,10 @@ def train_names(*names: str) -> tuple[str, ...]:
 
 
 class MetricSums:
-    """Compute running means of scalar tensors (1 us for each key) and the explained variance of a value prediction."""
+    """Collect scalar metrics until a log; return their means and the explained variance of a value prediction.
+
+    ``add`` takes 1 us for each key, because it only stores the value.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, list[Tensor | float]] = {}

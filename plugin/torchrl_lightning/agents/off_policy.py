@@ -197,7 +197,7 @@ class OffPolicyModule(LossTermsModule):
         """Update on each batch of this step and write the TD errors into it."""
         for number, minibatch in enumerate(updates_of(batch)):
             transitions = read_transitions(minibatch, self._keys, self.gamma, self._state_keys, masked=self.masked)
-            terms, errors = self._update(transitions) or self.compute(transitions)
+            terms, errors = self._analytic_update(transitions) or self.compute(transitions)
             states = None
             if self.memory is not None and self.refresh_states:
                 states = recompute_states(transitions, self.memory)

@@ -61,7 +61,10 @@ class Transitions:
         return self.mean(loss), error
 
     def mean(self, loss: Tensor) -> Tensor:
-        r"""Return the mean over the valid steps, \(\sum_i w_i l_i / \sum_i w_i\), the same reduction as TorchRL's."""
+        r"""Return the weighted mean over the valid steps, \(\sum_i w_i l_i / \sum_i w_i\), as TorchRL's losses do.
+
+        The weights \(w_i\) are the importance weights of prioritized replay, or 1. Diagnostics use the same mean.
+        """
         if self.mask is None and self.weight is None:
             return loss.mean()
         if self.mask is not None:
