@@ -152,6 +152,7 @@ class SamplerApi(_View):
         supports_uneven_rings: Whether the sampler supports unevenly filled rings.
         batch_length: The number of steps in a window; None for single steps.
         episode_ends: The treatment of an episode's end in a window: ``"inside"``, ``"across"`` or ``"pad"``.
+        follows_episodes: Whether the sampler reads the episode index, so that the buffer must keep it.
         num_earliest_frames_ignored: The number of oldest steps of each environment that are not drawn.
         traj_key: The entry that holds ids of trajectories.
     """
@@ -159,6 +160,7 @@ class SamplerApi(_View):
     supports_uneven_rings: bool = False
     batch_length: int | None = None
     episode_ends: str = "inside"
+    follows_episodes: bool = False
     num_earliest_frames_ignored: int = 0
     traj_key: NestedKey | None = None
 

@@ -1,6 +1,6 @@
 """ALF's replay buffer of several environments, with episodes, returns, relabelled goals and stacked frames.
 
-The rings, their index, and the samplers that do not need episodes are in ``replay``.
+The rings, the episode index and the samplers of steps and windows are in ``replay``.
 """
 
 from __future__ import annotations

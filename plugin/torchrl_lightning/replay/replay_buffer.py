@@ -17,6 +17,7 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_lightning._core.keys import NEXT
 from torchrl_lightning._core.mixins import make_generator
+from torchrl_lightning._core.protocols import SamplerApi
 from torchrl_lightning._core.state import Attribute, Child, Stateful, list_of
 from torchrl_lightning._core.torchrl_compat import entries_of, identity_collate, new_tensordict
 from torchrl_lightning._core.tree import check_tensordict, entry_of, nested_key, to_device
@@ -262,9 +263,8 @@ class ExperienceBuffer(Stateful, NStepMixin, ReplaceableParts):
     @property
     def uses_episodes(self) -> bool:
         """Whether samples depend on episode boundaries."""
-        if getattr(self._sampler, "follows_episodes", False) or self._n_step is not None:
-            return True
-        return any(isinstance(transform, EpisodeTransform) for transform in iter_transforms(self.transform))
+        follows_episodes = SamplerApi.of(self._sampler).follows_episodes or self._n_step is not None
+        return follows_episodes or any(isinstance(part, EpisodeTransform) for part in iter_transforms(self.transform))
 
     def invalidate_cells(self, cells: Tensor) -> None:
         """Exclude removed cells from sampling."""

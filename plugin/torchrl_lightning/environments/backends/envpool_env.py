@@ -19,8 +19,8 @@ from torchrl_lightning.environments.replay_source import Array
 _SUPPORTED_SETTINGS = ("id", "env_kwargs", "time_limit", "vectorization", "demonstrations_of")
 _RESERVED_ARGUMENTS = {
     "seed": "seeds come from the run",
-    "num_envs": "num_envs= says it",
-    "env_type": "it is Gymnasium's",
+    "num_envs": "the argument num_envs sets the number",
+    "env_type": "the environments must have Gymnasium's interface",
 }
 
 
