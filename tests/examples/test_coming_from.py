@@ -86,6 +86,28 @@ def test_defaults_beside_stable_baselines3s_are_those_of_the_command():
     assert compared >= 12
 
 
+@pytest.mark.parametrize(("model", "data", "number"), [("ppo", "gae", 8), ("td3", "hindsight", 4)])
+def test_defaults_of_the_other_algorithms_are_those_of_the_command(model, data, number):
+    cfg = composed("train", "~experiment", f"model={model}", f"data={data}")
+    transform = cfg.data.buffer.get("transform") or {}
+    parts = [cfg.model, cfg.data, cfg.data.buffer, transform, *getattr(transform, "transforms", [])]
+    values = {
+        (node._target_.rpartition(".")[2], str(name)): value
+        for node in parts
+        if "_target_" in node
+        for name, value in node.items()
+    }
+    page = (GUIDE / "from_stable_baselines3.md").read_text()
+    compared = 0
+    for ours, defaults in re.findall(r"^\| [^|]* \| ([^|]*) \|[^|]*\|[^|]*\| ([^|]*) \|$", page, flags=re.MULTILINE):
+        names = re.findall(r"`(\w+)\((\w+)\)`", ours)
+        for name, told in zip(names, re.sub(r" \([^)]*\)", "", defaults).split(", "), strict=False):
+            if name in values and re.fullmatch(r"[\d.]+", told):
+                compared += 1
+                assert values[name] == float(told), name
+    assert compared == number
+
+
 def test_every_page_has_its_list():
     assert {path.stem for path in GUIDE.glob("from_*.md")} == set(DOCUMENTED)
 
