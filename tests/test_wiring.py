@@ -4,23 +4,43 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
-from omegaconf import OmegaConf
+import yaml
+from omegaconf import DictConfig, OmegaConf
 
 import wiring
+from kit.store import composed
 from torchrl_lightning._hydra.schemas import schema
 
 
 def test_schemas_and_reference_follow_from_the_classes():
     parts = dict(wiring.parts())
     texts = {wiring.DATA: wiring.data(parts), wiring.GUIDE: wiring.guide(parts), **wiring.reference()}
+    texts |= wiring.pages_with_settings()
     assert [path for path, text in texts.items() if path.read_text() != text] == [], "run python tests/wiring.py"
     assert set(wiring.reference()) == set(wiring.REFERENCE.iterdir())
+
+
+def test_table_of_settings_has_each_setting_with_its_default_and_meaning():
+    rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \| (.*) \|$", wiring.settings_table("model/sac"), flags=re.MULTILINE)
+    table = {name: (default, meaning) for name, default, meaning in rows}
+    model = composed("train", "~experiment", "data=uniform", "model=sac").model
+    scalars = {name: value for name, value in model.items() if not isinstance(value, DictConfig)}
+    assert scalars.keys() - table.keys() == {
+        "_target_",
+        "_convert_",
+        "refresh_states",
+    }  # set by sac_recurrent
+    assert {name: yaml.safe_load(default) for name, (default, _) in table.items()} == {
+        name: scalars[name] for name in table
+    }
+    assert [name for name, (_, meaning) in table.items() if len(meaning) < 10] == []
 
 
 def test_schemas_are_json_in_lines_that_can_be_read():

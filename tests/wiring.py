@@ -4,8 +4,9 @@ Configs describe the exported classes of the kinds below by their constructors' 
 ``CONFIG_NAME`` is another name in configs, or None for none; ``RUNTIME_ARGUMENTS`` lists the arguments that a program
 passes, which configs do not have.
 
-It writes ``schemas.json``, which the package reads, and in the guide the table of names and the reference, a page for
-each folder of the package. Run it after any change of a constructor's arguments; a test fails if they differ.
+It writes ``schemas.json``, which the package reads, and in the guide the table of names, the tables of settings between
+the marks of pages, and the reference, a page for each folder of the package. Run it after any change of a constructor's
+arguments or of a config; a test fails if they differ.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "plugin" / NAME
 DATA = PACKAGE / "_hydra" / "schemas.json"
 GUIDE = PACKAGE.parents[1] / "examples" / "guide" / "extending.md"
 REFERENCE = GUIDE.parent / "reference"
+CONF = PACKAGE.parents[1] / "conf"
+MARKED_SETTINGS = re.compile(r"(<!-- settings: (\w+/\w+) -->\n)(.*?)(<!-- end of settings -->)", re.DOTALL)
 HEAD = "| group | name | what it is |\n| --- | --- | --- |\n"
 PRIMITIVES = (bool, int, float, str)
 
@@ -218,9 +221,61 @@ def reference() -> dict[Path, str]:
     return {REFERENCE / f"{folder}.md": "\n".join([f"# {folder}\n", *found]) for folder, found in pages.items()}
 
 
+def pages_with_settings() -> dict[Path, str]:
+    """Write the tables of settings into the pages of the guide that have marks for them."""
+    pages = {path: path.read_text() for path in sorted(GUIDE.parent.glob("*.md"))}
+    return {
+        path: MARKED_SETTINGS.sub(lambda match: f"{match[1]}{settings_table(match[2])}{match[4]}", page)
+        for path, page in pages.items()
+        if MARKED_SETTINGS.search(page)
+    }
+
+
+def settings_table(option: str) -> str:
+    """Write a table of the settings of a config option such as ``model/ppo``: name, default and meaning."""
+    defaults, comments = yaml_settings(CONF / f"{option}.yaml")
+    meanings = {**comments, **documented_arguments(imported(defaults.pop("_target_")))}
+    rows = [
+        f"| `{name}` | `{default}` | {_markdown(meanings.get(name, ''))} |\n"
+        for name, default in defaults.items()
+        if default
+    ]
+    return "".join(["| setting | default | meaning |\n| --- | --- | --- |\n", *rows])
+
+
+def yaml_settings(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the values and the comments of a config's settings, with those of the configs that it begins with."""
+    text = path.read_text()
+    values, comments = {}, {}
+    for base in re.findall(r"^  - (?!_self_|/torchrl_lightning/schema)([\w/]+)(?:@_here_)?$", text, flags=re.MULTILINE):
+        file = CONF / f"{base[1:]}.yaml" if base.startswith("/") else path.with_name(f"{base}.yaml")
+        base_values, base_comments = yaml_settings(file)
+        values |= base_values
+        comments |= base_comments
+    for name, value, comment in re.findall(r"^(\w+):[ ]?([^#\n]*?)(?:\s+# (.*))?$", text, flags=re.MULTILINE):
+        if name not in ("defaults", "_convert_"):
+            values[name] = value
+            comments |= {name: comment} if comment else {}
+    return values, comments
+
+
+def documented_arguments(component: type) -> dict[str, str]:
+    """Return the descriptions of a class's arguments, from its docstring and those of its bases."""
+    meanings: dict[str, str] = {}
+    for owner in reversed(component.__mro__):
+        section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", inspect.cleandoc(owner.__doc__ or ""), re.DOTALL | re.MULTILINE)
+        entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section[1] if section else "", flags=re.MULTILINE)
+        described = {name: re.sub(r"\s+", " ", text) for name, text in entries}
+        meanings |= {name: text for name, text in described.items() if not text.startswith(("As in ", "See "))}
+    return meanings
+
+
 def _summary(component: type) -> str:
-    line = (component.__doc__ or "").partition("\n")[0]
-    return re.sub(r"``|\\[()]", "`", re.sub(r":class:`(\w+)`", r"`\1`", line)).replace("|", r"\|")
+    return _markdown((component.__doc__ or "").partition("\n")[0])
+
+
+def _markdown(text: str) -> str:
+    return re.sub(r"``|\\[()]", "`", re.sub(r":\w+:`~?([\w.]+)`", r"`\1`", text)).replace("|", r"\|")
 
 
 def data(described: dict[str, dict[str, Any]]) -> str:
@@ -243,7 +298,7 @@ def wrapped(entries: dict[str, Any], begin: str, indent: str) -> str:
 
 def main() -> None:
     described = dict(parts())
-    texts = {**reference(), DATA: data(described), GUIDE: guide(described)}
+    texts = {**reference(), DATA: data(described), **pages_with_settings(), GUIDE: guide(described)}
     for path, text in texts.items():
         path.write_text(text)
 
