@@ -26,7 +26,7 @@ HOLDERS = {
     "source=": ["~experiment data=uniform"],
     "data.buffer.": ["ppod", "hindsight", "recurrent", "sequence", "prioritized", "uniform"],
     "data.": ["uniform", "offline", "model_based", "hindsight"],
-    "model.": ["sac", "dqn", "bc", "pets", "dqn_recurrent", "ppo_rnd", "iql", "mbpo"],
+    "model.": ["sac", "dqn", "td3", "bc", "pets", "dqn_recurrent", "ppo_rnd", "iql", "mbpo"],
     "model=": ["offline", "uniform", "model_based", "prioritized", "sequence"],
     "experiment=": [],
 }
