@@ -232,27 +232,41 @@ def pages_with_settings() -> dict[Path, str]:
 
 
 def settings_table(option: str) -> str:
-    """Write a table of the settings of a config option such as ``model/ppo``: name, default and meaning."""
-    defaults, comments = yaml_settings(CONF / f"{option}.yaml")
-    meanings = {**comments, **documented_arguments(imported(defaults.pop("_target_")))}
+    """Write a table of the settings of a learner, such as ``model/ppo``, or of a buffer, such as ``data/gae``."""
+    path = CONF / f"{option}.yaml"
+    if option.startswith("data/"):
+        (buffer,) = re.findall(
+            r"^  - /torchrl_lightning/schema/buffer/(\w+)@buffer$", path.read_text(), flags=re.MULTILINE
+        )
+        parts = json.loads(DATA.read_text()).items()
+        target = next(target for target, part in parts if (part["group"], part["name"]) == ("buffer", buffer))
+        values, comments = yaml_settings(path, "  ", "buffer")
+    else:
+        values, comments = yaml_settings(path)
+        target = values.pop("_target_")
+    meanings = {**comments, **documented_arguments(imported(target))}
+    prefix = "data.buffer." if option.startswith("data/") else "model."
     rows = [
-        f"| `{name}` | `{default}` | {_markdown(meanings.get(name, ''))} |\n"
-        for name, default in defaults.items()
-        if default
+        f"| `{prefix}{name}` | `{value}` | {_markdown(meanings.get(name, ''))} |\n"
+        for name, value in values.items()
+        if value
     ]
     return "".join(["| setting | default | meaning |\n| --- | --- | --- |\n", *rows])
 
 
-def yaml_settings(path: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the values and the comments of a config's settings, with those of the configs that it begins with."""
+def yaml_settings(path: Path, indent: str = "", block: str = "") -> tuple[dict[str, str], dict[str, str]]:
+    """Return the values and the comments of a config, or of one of its blocks, with those of its base configs."""
     text = path.read_text()
     values, comments = {}, {}
     for base in re.findall(r"^  - (?!_self_|/torchrl_lightning/schema)([\w/]+)(?:@_here_)?$", text, flags=re.MULTILINE):
         file = CONF / f"{base[1:]}.yaml" if base.startswith("/") else path.with_name(f"{base}.yaml")
-        base_values, base_comments = yaml_settings(file)
+        base_values, base_comments = yaml_settings(file, indent, block)
         values |= base_values
         comments |= base_comments
-    for name, value, comment in re.findall(r"^(\w+):[ ]?([^#\n]*?)(?:\s+# (.*))?$", text, flags=re.MULTILINE):
+    if block:
+        found = re.search(rf"^{block}:\n((?:  .*\n|\n)*)", text, flags=re.MULTILINE)
+        text = found[1] if found else ""
+    for name, value, comment in re.findall(rf"^{indent}(\w+):[ ]?([^#\n]*?)(?:\s+# (.*))?$", text, flags=re.MULTILINE):
         if name not in ("defaults", "_convert_"):
             values[name] = value
             comments |= {name: comment} if comment else {}
@@ -266,7 +280,7 @@ def documented_arguments(component: type) -> dict[str, str]:
         section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", inspect.cleandoc(owner.__doc__ or ""), re.DOTALL | re.MULTILINE)
         entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section[1] if section else "", flags=re.MULTILINE)
         described = {name: re.sub(r"\s+", " ", text) for name, text in entries}
-        meanings |= {name: text for name, text in described.items() if not text.startswith(("As in ", "See "))}
+        meanings |= {name: text for name, text in described.items() if not re.match("As in |[Ss]ee |λ", text)}
     return meanings
 
 

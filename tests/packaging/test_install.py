@@ -45,7 +45,7 @@ def test_description_on_a_package_index_shows_nothing_broken(wheel: Path):
     description = str(metadata.get_payload())
     assert "](" in (PROJECT / "README.md").read_text()
     assert [link for link in re.findall(r"\]\(([^)]*)\)", description) if not link.startswith("https://")] == []
-    assert "* **Run:** command line, experiments, environments, other processes and machines" in description
+    assert "* **Start:** quickstart, concepts, choosing an algorithm and a buffer, experiments" in description
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata.get_all("Project-URL") is None  # until there is a place
     versions = {value.rsplit(" ", 1)[1] for value in metadata.get_all("Classifier") if "Python :: 3." in value}
