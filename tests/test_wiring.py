@@ -28,7 +28,7 @@ def test_schemas_and_reference_follow_from_the_classes():
 
 
 def test_table_of_settings_has_each_setting_with_its_default_and_meaning():
-    rows = re.findall(r"^\| `model\.(\w+)` \| `(.*?)` \| (.*) \|$", wiring.settings_table("model/sac"), flags=re.MULTILINE)
+    rows = re.findall(r"^\| `model\.(\w+)` \| `(.*?)` \| (.*) \|$", wiring.settings_table("model/sac"), re.MULTILINE)
     table = {name: (default, meaning) for name, default, meaning in rows}
     model = composed("train", "~experiment", "data=uniform", "model=sac").model
     scalars = {name: value for name, value in model.items() if not isinstance(value, DictConfig)}

@@ -244,7 +244,9 @@ def settings_table(option: str) -> str:
     else:
         values, comments = yaml_settings(path)
         target = values.pop("_target_")
-    meanings = {**comments, **documented_arguments(imported(target))}
+    documented = documented_arguments(imported(target))
+    # A run passes the learner to the buffer, so the comments of the config describe its defaults better.
+    meanings = {**documented, **comments} if option.startswith("data/") else {**comments, **documented}
     prefix = "data.buffer." if option.startswith("data/") else "model."
     rows = [
         f"| `{prefix}{name}` | `{value}` | {_markdown(meanings.get(name, ''))} |\n"

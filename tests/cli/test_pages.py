@@ -189,6 +189,17 @@ def test_site_has_all_pages_and_the_version_to_cite_is_ours():
     assert re.search(r"version = \{(.*)\}", PAGES["citing"])[1] == torchrl_lightning.__version__
 
 
+def test_release_notes_name_the_versions_of_the_dependencies():
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    wanted = dict(re.match(r"([\w-]+)>=([\d.]+)", line).groups() for line in project["dependencies"])
+    rows = dict(re.findall(r"^\| ([A-Z]\w+)[^|]* \| ([^|]*) \|$", PAGES["changes"], flags=re.MULTILINE))
+    names = {"PyTorch": "torch", "TorchRL": "torchrl", "Lightning": "lightning", "Hydra": "hydra-core"}
+    for row, name in {**names, "Gymnasium": "gymnasium"}.items():
+        assert wanted[name] in rows[row], row
+    assert wanted["tensordict"] in rows["TorchRL"]
+    assert project["requires-python"].removeprefix(">=") in rows["Python"]
+
+
 def test_readme_names_every_extra():
     (told,) = re.findall(r"^\*\*From the wheel\*\*.*$", PAGES["README"], flags=re.MULTILINE)
     extras = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
