@@ -15,6 +15,7 @@ from kit.documented import simple_step
 from kit.seeds import generator
 from kit.statistics import chi_square
 from torchrl_lightning.l2r.simple import SimpleReplayBuffer
+from torchrl_lightning.replay.sequences import SequenceSampler
 from torchrl_lightning.replay.uniform import UniformSampler
 
 
@@ -120,6 +121,13 @@ def test_stored_steps_are_equally_likely() -> None:
     buffer = build(10, 2, 13, generator=generator())
     drawn = torch.cat([buffer.sample_batch()["obs"][:, 0] for _ in range(1000)])
     assert chi_square(drawn, dict.fromkeys(range(3, 13), 1.0)) < 27.9  # 0.1 % of 9 degrees of freedom
+
+
+def test_windows_come_from_sample_only() -> None:
+    buffer = build(8, 2, filled=8, sampler=SequenceSampler(4, episode_ends="across"))
+    with pytest.raises(ValueError, match="sampler must draw single steps"):
+        buffer.sample_batch()
+    assert buffer.sample()["observation"].shape[:2] == (2, 4)
 
 
 def test_sampler_can_be_replaced() -> None:

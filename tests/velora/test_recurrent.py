@@ -18,6 +18,7 @@ from kit.documented import columns, stored
 from kit.golden import tensors
 from kit.seeds import generator
 from kit.statistics import chi_square
+from torchrl_lightning.replay.sequences import SequenceSampler
 from torchrl_lightning.velora.buffer_files import NAMES
 from torchrl_lightning.velora.experience import HIDDEN, BatchExperience
 from torchrl_lightning.velora.recurrent import RecurrentReplayBuffer
@@ -146,6 +147,15 @@ def test_transitions_are_equally_likely() -> None:
     drawn = torch.cat([buffer.sample(10).states[:, 0] for _ in range(200)])
     assert chi_square(drawn, dict.fromkeys(range(3, 13), 1.0)) < 27.9  # 0.1 % of 9 degrees of freedom
     assert build().sampler.with_replacement
+
+
+def test_windows_come_from_draw_only() -> None:
+    buffer = build(10, 10, sampler=SequenceSampler(4, episode_ends="across"), generator=generator())
+    state = buffer.generator.get_state()
+    with pytest.raises(ValueError, match="sampler must draw single steps"):
+        buffer.sample(2)
+    assert torch.equal(buffer.generator.get_state(), state)
+    assert buffer.draw(2)["observation"].shape == (2, 4, 3)
 
 
 def rollout(envs: int, steps: int, **changes: Any) -> TensorDict:

@@ -20,6 +20,7 @@ from torchrl_lightning._core.tree import check_tensordict
 from torchrl_lightning._core.validators import integer, optional
 from torchrl_lightning.l2r.schema import Configurable
 from torchrl_lightning.l2r.step_fields import COLUMNS, step_to_row, to_l2r_batch
+from torchrl_lightning.replay.builders import check_single_steps
 from torchrl_lightning.replay.replay_buffer import ExperienceBuffer
 from torchrl_lightning.replay.ring_storage import RingStorage
 from torchrl_lightning.replay.uniform import UniformSampler
@@ -191,8 +192,10 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
             ``[B]``.
 
         Raises:
-            ValueError: fewer steps are stored than ``batch_size``.
+            ValueError: fewer steps are stored than ``batch_size``, or the sampler draws windows of steps, which only
+                ``sample`` returns.
         """
+        check_single_steps(self.sampler, "sample")
         if self.batch_size > len(self):
             raise ValueError(
                 f"batch_size must be at most {len(self)}, the stored steps, got {self.batch_size}. Store more steps "

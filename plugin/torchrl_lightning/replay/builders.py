@@ -114,6 +114,16 @@ def excluded_keys(buffer: Any) -> list[str]:
     return [name for name in REPEATED if name != trajectory_key]
 
 
+def check_single_steps(sampler: Any, method: str) -> None:
+    """Raise a ValueError if a sampler draws windows; ``method`` is the buffer's method that returns windows."""
+    length = SamplerApi.of(sampler).batch_length
+    if length is not None:
+        raise ValueError(
+            f"sampler must draw single steps here, got a {type(sampler).__name__} with batch_length={length}. "
+            f"Call {method}(), which returns windows."
+        )
+
+
 def default_storage() -> RingStorage:
     """Build a storage of 1000 cells, TorchRL's default, and log a warning that this is small."""
     logger.warning(

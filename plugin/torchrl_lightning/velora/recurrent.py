@@ -13,6 +13,7 @@ from torchrl.data import Unbounded
 from torchrl.envs.transforms import TensorDictPrimer
 
 from torchrl_lightning._core.validators import integer
+from torchrl_lightning.replay.builders import check_single_steps
 from torchrl_lightning.velora.experience import COLUMNS, PREVIOUS, BatchExperience
 from torchrl_lightning.velora.velora_buffer import BufferBase
 
@@ -49,14 +50,16 @@ class RecurrentReplayBuffer(BufferBase):
     """
 
     def sample(self, batch_size: int | None = None) -> BatchExperience:  # type: ignore[override]
-        """Sample transitions uniformly with replacement, or with the given ``sampler``.
+        """Sample single transitions uniformly with replacement, or with the given ``sampler``.
 
         Args:
             batch_size: number of transitions; ``None`` uses the buffer's ``batch_size``.
 
         Raises:
-            ValueError: fewer than ``batch_size`` transitions are stored, or ``batch_size`` is invalid.
+            ValueError: fewer than ``batch_size`` transitions are stored, ``batch_size`` is invalid, or the sampler
+                draws windows of steps, which only ``draw`` returns.
         """
+        check_single_steps(self.sampler, "draw")
         count = self.batch_size if batch_size is None else integer(batch_size, "batch_size", 0)
         if count is not None and len(self) < count:
             raise ValueError(
