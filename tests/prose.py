@@ -1,8 +1,8 @@
-"""Check that the docstrings and comments of the package are plain English: ``python tests/prose.py [--list]``.
+"""Check that the package's docstrings and comments and the guide's pages are plain English: ``python tests/prose.py``.
 
 It counts the sentences that match a pattern of stilted English. In a package with at least 100 sentences at most 5 %
-may match one pattern and 0.5 % two; elsewhere at most 5 sentences may match. A match is a hint: a sentence that reads
-well may stay. ``--list`` prints the matches with file and line.
+may match one pattern and 0.5 % two; elsewhere at most 5 sentences may match. On a page at most 5 % or 2 sentences may
+match. A match is a hint: a sentence that reads well may stay. ``--list`` prints the matches with file and line.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1] / "plugin" / "torchrl_lightning"
+PROJECT = Path(__file__).resolve().parents[1]
+PACKAGE = PROJECT / "plugin" / "torchrl_lightning"
+PAGES = (PROJECT / "README.md", *sorted((PROJECT / "examples" / "guide").glob("*.md")))
 MANY, FEW = 100, 5  # sentences of a package that is judged by shares; matches that other packages may have
+FEW_OF_PAGE = 2
 ONE_PATTERN, TWO_PATTERNS = 0.05, 0.005
 SHORTEST_SENTENCE, SHORTEST_COMMENT = 26, 20
 PATTERNS = {  # pattern: the plain form
@@ -58,6 +61,21 @@ def sentences(file: Path) -> Iterator[tuple[int, str]]:
                 yield token.start[0], comment
 
 
+def page_sentences(page: Path) -> Iterator[tuple[int, str]]:
+    """Yield the sentences of a Markdown page with the lines of their paragraphs, without code, tables and headings."""
+    is_code, paragraph, start = False, list[str](), 0
+    for number, line in enumerate([*page.read_text().splitlines(), ""], 1):
+        is_fence = line.startswith("```")
+        is_code ^= is_fence
+        text = "" if is_fence or is_code or line.startswith(("|", "!", "#", "<", "    ")) else line.strip()
+        if paragraph and (not text or text.startswith(("* ", "- ", "1."))):
+            yield from ((start, sentence) for sentence in _of_docstring(" ".join(paragraph)))
+            paragraph = []
+        if text:
+            start = start if paragraph else number
+            paragraph.append(re.sub(r"\]\([^)]*\)", "]", text).lstrip("*- "))
+
+
 def _text(node: ast.stmt) -> object:
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return node.value.value
@@ -76,11 +94,12 @@ def _of_docstring(docstring: str) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print a line for each package; return 1 if one has too many matches."""
+    """Print a line for each package and page; return 1 if one has too many matches."""
     count, one, two = Counter[str](), Counter[str](), Counter[str]()
-    for file in sorted(PACKAGE.rglob("*.py")):
-        folder = file.relative_to(PACKAGE).parts[0] if file.parent != PACKAGE else "."
-        for line, sentence in sentences(file):
+    for file in (*sorted(PACKAGE.rglob("*.py")), *PAGES):
+        is_page = file in PAGES
+        folder = file.name if is_page else file.relative_to(PACKAGE).parts[0] if file.parent != PACKAGE else "."
+        for line, sentence in page_sentences(file) if is_page else sentences(file):
             advice = [plain for pattern, plain in PATTERNS.items() if re.search(pattern, sentence)]
             count[folder] += 1
             one[folder] += bool(advice)
@@ -89,8 +108,9 @@ def main() -> int:
                 sys.stdout.write(f"{file}:{line}: {sentence}\n    {'; '.join(advice)}\n")
     failed = False
     for folder, total in sorted(count.items()):
-        is_large = total >= MANY
-        bad = one[folder] > (ONE_PATTERN * total if is_large else FEW) or (
+        is_large, is_page = total >= MANY, folder.endswith(".md")
+        few = FEW_OF_PAGE if is_page else FEW
+        bad = one[folder] > (max(ONE_PATTERN * total, few) if is_large or is_page else few) or (
             is_large and two[folder] > TWO_PATTERNS * total
         )
         failed |= bad

@@ -34,6 +34,7 @@ from kit.extras import need_extra
 from kit.forks import Forked, forked_workers
 from kit.processes import PROJECT
 from kit.states import differences
+from prose import page_sentences
 from torchrl_lightning._hydra.paths import CONF_DIR
 from torchrl_lightning.plotting.trials import read_trials
 
@@ -165,6 +166,11 @@ def test_page_is_short_says_what_it_is_for_and_leads_to_its_neighbours():
         assert re.match(r"\w", purpose), name
         assert len(page.splitlines()) <= (120 if name == "README" else 150), name
         assert name == "README" or re.fullmatch(NEIGHBOURS, last), name
+        file = PROJECT / "README.md" if name == "README" else GUIDE / f"{name}.md"
+        prose = " ".join(sentence for _, sentence in page_sentences(file))
+        numbers = re.findall(r"(?<![\w.`/-])\d[\d,.]*", re.sub(r"`[^`]*`", "", prose))
+        assert len(prose.split()) <= 1000, name
+        assert len(numbers) <= max(0.04 * len(prose.split()), 4), name
 
 
 def test_links_lead_to_files_or_headings_and_the_readme_to_all_pages():
