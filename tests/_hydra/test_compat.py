@@ -1,4 +1,4 @@
-"""A newer Hydra is told exactly what a checked config names, but for what Hydra refuses by itself."""
+"""A newer Hydra gets a whitelist of the names in a checked config, without the names that Hydra blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrl_lightning._hydra.compat import instantiate
 
 @pytest.fixture
 def whitelists(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What a Hydra that asks for it is told."""
+    """Return the list of whitelists that a simulated newer Hydra receives."""
     whitelists: list[list[str]] = []
     monkeypatch.setattr(hydra.utils, "execution_whitelist", object(), raising=False)
     monkeypatch.setattr(

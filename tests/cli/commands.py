@@ -1,4 +1,4 @@
-"""Command lines with few frames, how to run them, and how to read what they say."""
+"""Run commands with few frames in this process or in a forked one, and read their output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from kit.forks import Forked
 from kit.store import only_our_schemas
 
-# 4 environments x 32 steps, two passes of two mini-batches; an evaluation after each second rollout
+# Rollouts of 4 environments x 32 steps, two passes of two mini-batches, an evaluation after every second rollout.
 TINY = [
     *("data.num_envs=4", "data.frames_per_batch=128", "data.mini_batch_size=64", "data.num_epochs=2"),
     *("data.total_frames=512", "data.eval_episodes=2", "trainer.check_val_every_n_epoch=2", "eval_episodes=3"),
@@ -31,7 +31,7 @@ LAST_LINE = r"mean evaluation return: (-?\d+\.\d+) \+- (\d+\.\d+) over (\d+) epi
 
 
 def call(name: str, *arguments: str, cwd: Path) -> Done:
-    """Run an entry point in this process as its console script does, and leave the process as it was."""
+    """Run an entry point in this process like its console script, then restore the state of the process."""
     main = importlib.import_module(f"torchrl_lightning.cli.{name}").main
     said, complained = io.StringIO(), io.StringIO()
     status: object = None
@@ -47,7 +47,7 @@ def call(name: str, *arguments: str, cwd: Path) -> Done:
             status = main()
         except SystemExit as end:
             status = end.code
-    if isinstance(status, str):  # sys.exit prints it
+    if isinstance(status, str):  # sys.exit prints a string and exits with status 1
         complained.write(status + "\n")
     returncode = 1 if isinstance(status, str) else int(status or 0)  # type: ignore[call-overload]
     return Done([name, *arguments], returncode, said.getvalue(), complained.getvalue())
@@ -74,14 +74,14 @@ def unchanged_process() -> Iterator[None]:
             log.handlers[:], log.disabled = handlers, disabled
         own = set(sys.path) - set(path)
         for module in set(sys.modules) - modules:
-            # What was imported from the working directory is not there for the next command.
+            # The next command runs in another working directory, so it must import these modules again.
             if str(Path(getattr(sys.modules[module], "__file__", None) or ".").parent) in own:
                 del sys.modules[module]
         sys.path[:], sys.meta_path[:] = path, finders
 
 
 def start(name: str, *arguments: str, cwd: Path, **options: Any) -> Forked:
-    """Run an entry point in a process that is forked from this one."""
+    """Start an entry point in a forked process."""
 
     def run() -> None:
         GlobalHydra.instance().clear()
@@ -93,7 +93,7 @@ def start(name: str, *arguments: str, cwd: Path, **options: Any) -> Forked:
 
 
 def last_line(stdout: str) -> re.Match[str]:
-    """Find mean, std, episodes, frames and seconds."""
+    """Match the last line: mean, std, episodes, frames and seconds."""
     match = re.fullmatch(LAST_LINE, stdout.strip().splitlines()[-1])
     assert match is not None, stdout
     return match

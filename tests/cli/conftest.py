@@ -1,4 +1,4 @@
-"""Runs the commands as a user does, from another folder, with few frames, but in this process, to save its start."""
+"""Fixtures that run the commands in a temporary folder with few frames, in this process to save start-up time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Folder and stdout of one tiny run that started with resets, so that it can be repeated bit for bit."""
+    """Return the folder and stdout of a tiny run. It resets before each batch, so it can be repeated bit for bit."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     settings = ["logger=many", "data.reset_at_each_batch=true", f"hydra.run.dir={folder}", "seed=3"]
     done = call("train", *TINY, *settings, cwd=folder.parent)
@@ -35,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that were saved."""
+    """Return the list of saved figures, which grows during the test."""
     saved: list[Figure] = []
     original = Figure.savefig
 

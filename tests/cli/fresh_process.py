@@ -1,6 +1,7 @@
-"""What a fresh process imports and says, for ``test_startup``: one for all, as importing takes seconds.
+"""Record the imports and output of a fresh process for ``test_startup``.
 
-Writes a JSON object at its end, and ends as the command does that is given a mistake.
+One process serves all tests, because imports take seconds. It prints a JSON object and exits with the status of a
+command with a wrong setting.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from importlib.util import find_spec
 from io import StringIO
 from typing import Any
 
-# TorchRL's configs clash with files of the same groups; the others take time and memory before they are needed.
+# TorchRL's configs conflict with files of the same groups. The other modules cost time and memory.
 SPARED = ("torchrl.trainers", "torchrl_lightning.configs", "torchrl.collectors", "numba", "tensorboard", "hydra.main")
-# And these in a whole run.
+# A complete run does not import these modules either.
 NEVER = (
     "torch._dynamo",
     "torch._inductor",
@@ -71,7 +72,7 @@ def app_beside_torchrls_groups(folder: str) -> Any:
 
     GlobalHydra.instance().clear()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TorchRL's own, about what is deprecated in it
+        warnings.simplefilter("ignore")  # TorchRL warns about its own deprecated functions
         import torchrl_lightning.configs  # noqa: F401
 
         with initialize_config_dir(folder, version_base="1.3"):
@@ -79,7 +80,7 @@ def app_beside_torchrls_groups(folder: str) -> Any:
 
 
 def stubs_that_are_left() -> list[str]:
-    """Import the modules that stubs replaced, and use torch's compiler; return the stubs, of which none may be left."""
+    """Import the stubbed modules and use torch.compile; return the names of the remaining stubs."""
     import torch
     from lightning.fabric.wrappers import OptimizedModule
 

@@ -1,4 +1,4 @@
-"""Runs on several ranks that get signals: of the command, or of a script with a Trainer of its own."""
+"""Start runs on several ranks, by the command or by a script with its own Trainer, and send them signals."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ trainer.fit(module, datamodule=data, ckpt_path=resumed or None)
 
 
 class RankRun:
-    """A run of several ranks in a session of its own."""
+    """A run on several ranks in its own session."""
 
     def __init__(self, folder: Path, arguments: Sequence[str | Path], run: Path, ranks: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,14 +91,14 @@ class RankRun:
 
     @classmethod
     def of_trainer(cls, folder: Path, family: str, frames: int, resumed: Path | str = "", ranks: int = 2) -> RankRun:
-        """Start a script that has a Trainer of its own."""
+        """Start a script with its own Trainer."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "script.py").write_text(_SCRIPT)
         arguments = [family, str(ranks), str(folder / "run"), str(frames), str(resumed)]
         return cls(folder, [sys.executable, folder / "script.py", *arguments], folder / "run", ranks)
 
     def wait_until(self, is_true: Callable[[], bool]) -> None:
-        """Wait until something is true while the run goes on."""
+        """Wait until a condition is true; fail if the run ends first."""
         deadline = time.monotonic() + 300
         while not is_true():
             assert self._process.poll() is None, self.lines()
@@ -110,7 +110,7 @@ class RankRun:
         self.wait_until(self.last.exists)
 
     def pids(self) -> list[int]:
-        """Return the processes of the ranks that have started, in order."""
+        """Return the process ids of the started ranks, by rank."""
         found = {0: self._process.pid}
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
         for child in children:
@@ -134,16 +134,16 @@ class RankRun:
         return self._process.poll() is not None
 
     def status(self, seconds: float = 300) -> int:
-        """Wait for the end; return the status."""
+        """Wait for the end of the first rank; return its status."""
         return self._process.wait(seconds)
 
     def lines(self) -> list[str]:
-        """Return the lines that the run printed, without information and warnings of libraries."""
+        """Return the printed lines without log messages and warnings of libraries."""
         said = (self.folder / "said").read_text().splitlines()
         return [line for line in said if line.strip() and "[INFO]" not in line and "warn(" not in line]
 
     def left(self, seconds: float = 30) -> list[int]:
-        """Return the processes that have outlived the first rank for some seconds."""
+        """Return the ids of processes that still run some seconds after the first rank's end."""
         return survivors(self._process.pid, seconds)
 
     def kill(self) -> None:
@@ -161,7 +161,7 @@ def weights(checkpoint: Path) -> list[float]:
 
 
 def frames_of(checkpoint: Path) -> set[int]:
-    """Return the frames that the ranks of a checkpoint have counted."""
+    """Return the frame counts of the ranks in a checkpoint."""
     stored = torch.load(checkpoint, weights_only=True)
     data = next(value for name, value in stored.items() if name.endswith("DataModule"))
     return {rank["frames"] for rank in data["ranks"]}

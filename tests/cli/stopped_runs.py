@@ -1,6 +1,6 @@
-"""Runs that are stopped and resumed, and what differs then from an uninterrupted one.
+"""Stop and resume runs, and compare their checkpoints with the checkpoint of an uninterrupted run.
 
-Each is a process of its own, forked from this one, which has imported and compiled what they need.
+Each run is a forked process, so that it does not import and compile everything again.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torchrl_lightning.callbacks import LastCheckpoint
 from torchrl_lightning.cli.train import train
 
 WAYS = ("epoch", "end", "SIGINT", "SIGTERM", "SIGKILL")
-"""How a run is stopped: inside an epoch (by ``max_steps``), at its regular end, or by a signal."""
+"""The ways to stop a run: inside an epoch (by ``max_steps``), at its regular end, or by a signal."""
 
 _ALL = [
     *("data.reset_at_each_batch=true", "data.eval_episodes=1", "data.eval_num_envs=1", "eval_episodes=1"),
     *("trainer.check_val_every_n_epoch=2", "trainer.enable_progress_bar=false", "eval_checkpoint=last"),
-    *("logger=none", "callbacks=checkpoint", "model.schedule=constant"),  # others depend on when the run ends
+    *("logger=none", "callbacks=checkpoint", "model.schedule=constant"),  # others depend on the run's end
 ]
 _ON_POLICY = [
     *("data.num_envs=4", "data.frames_per_batch=64", "data.num_epochs=2", "data.num_mini_batch=2"),
@@ -57,8 +57,8 @@ _OWN = {
     **dict.fromkeys(("ddpg_her_fetchreach", "dqn_cartpole", "dqn_frames_pong", "dqn_pong", "sac_pendulum"), _RING),
     **dict.fromkeys(("dqn_pong_envpool", "dqn_prioritized_lunarlander", "sac_hopper", "sac_invertedpendulum"), _RING),
     **dict.fromkeys(("dqfd_mountaincar", "dqn_lunarlander", "dqn_mountaincar", "sac_her_fetchpush"), _RING),
-    "rlpd_pendulum": ["data.buffer.storage.max_size=2048"],  # its data have 2000 steps
-    "sac_her_fetchpickandplace": ["data.buffer.storage.max_size=1024"],  # its data have 1000 steps
+    "rlpd_pendulum": ["data.buffer.storage.max_size=2048"],  # must hold the 2000 steps of its data
+    "sac_her_fetchpickandplace": ["data.buffer.storage.max_size=1024"],  # must hold the 1000 steps of its data
     "sac_episodic_pendulum": [*_RING, "data.buffer.sampler.recent_data_steps=4"],
     "sac_recurrent_pendulum": [*_RING, "data.buffer.sampler.batch_length=4", "data.buffer.sampler.burn_in=1"],
     "sac_simple_pendulum": ["data.buffer.size=512"],
@@ -68,16 +68,16 @@ _OWN = {
 
 _STATUS = {"SIGINT": (1, 130), "SIGTERM": (143,), "SIGKILL": (-signal.SIGKILL,)}
 Stop = tuple[int, int]
-"""A step, behind which a process gets a signal, and the signal."""
+"""A step, and the signal that the process gets after it."""
 Runner = Callable[[Path, Sequence[str], Path, Mapping[str, object], Stop | None], int]
 
 
 STEP = 14
-"""Where it is stopped inside an epoch, or by a signal."""
+"""The step after which a run is stopped inside an epoch or by a signal."""
 
 
 def settings(experiment: str) -> tuple[list[str], int, int]:
-    """Return the arguments that make a run of an experiment short, its frames, and those of an earlier end."""
+    """Return the arguments of a short run, its total frames, and the frames of its first half."""
     own = _OWN.get(experiment, [])
     if experiment.startswith("pets"):
         stream, total, end = _DYNAMICS, 160, 96
@@ -89,14 +89,14 @@ def settings(experiment: str) -> tuple[list[str], int, int]:
 
 
 def task(folder: Path, arguments: Sequence[str], into: Path, changed: Mapping[str, object], stop: Stop | None) -> int:
-    """Train, in a process of its own, what is composed here, and once for all such settings.
+    """Compose a run in this process, and train it in a forked one.
 
     Args:
-        folder: Where it is run.
-        arguments: What the command is given,
-        into: the folder of its run,
-        changed: and further settings.
-        stop: How it is stopped.
+        folder: The working directory.
+        arguments: The arguments of the command.
+        into: The folder of the run.
+        changed: Settings that replace values of the composed config.
+        stop: The signal that stops the run, and its step. None does not stop it.
     """
     return forked(folder, partial(train, config_of(arguments, into, changed)), stop)
 
@@ -104,7 +104,7 @@ def task(folder: Path, arguments: Sequence[str], into: Path, changed: Mapping[st
 def task_here(
     folder: Path, arguments: Sequence[str], into: Path, changed: Mapping[str, object], stop: Stop | None
 ) -> int:
-    """Do the same in this process, so that it has done once what others need not do again."""
+    """Train in this process, so that forked processes inherit its imports and compiled functions."""
     assert stop is None
     with unchanged_process(), redirect_stdout(io.StringIO()), torch.random.fork_rng(devices=[]):
         train(config_of(arguments, into, changed))
@@ -119,7 +119,7 @@ def config_of(arguments: Sequence[str], into: Path, changed: Mapping[str, object
 
 
 def forked(folder: Path, run: Callable[[], object], stop: Stop | None) -> int:
-    """Run in a process of its own, which gets a signal behind a step; return its status, negative for a signal."""
+    """Run in a forked process that may get a signal after a step; return its status, negative for a signal."""
 
     def stopped() -> None:
         if stop is not None:
@@ -132,7 +132,7 @@ def forked(folder: Path, run: Callable[[], object], stop: Stop | None) -> int:
 
 @contextmanager
 def status_of_sigterm() -> Iterator[None]:
-    """End with the status that the command has after SIGTERM."""
+    """Exit with the command's status after SIGTERM."""
     try:
         yield
     except SIGTERMException:
@@ -148,7 +148,7 @@ def _stopping(step: int, number: int) -> Any:
 
 
 def resumed(experiment: str, folder: Path, way: str, *more: str, run: Runner = task) -> Path:
-    """Stop a run in one of the ways, resume it to its end, and return its last checkpoint."""
+    """Stop a run, resume it until its end, and return its last checkpoint."""
     arguments, total, end = settings(experiment)
     changed: dict[str, object] = {"data.total_frames": total, "trainer.max_steps": -1}
     half, stop = folder / f"{way}-half", None
@@ -166,7 +166,7 @@ def resumed(experiment: str, folder: Path, way: str, *more: str, run: Runner = t
 
 
 def uninterrupted(experiment: str, folder: Path, *more: str, run: Runner = task) -> Path:
-    """Run to the end, and return the last checkpoint."""
+    """Train without a stop, and return the last checkpoint."""
     arguments, total, _ = settings(experiment)
     return to_its_end(folder, [*arguments, *more], folder / "whole", {"data.total_frames": total}, run)
 
@@ -182,7 +182,7 @@ def _tail(folder: Path) -> str:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Name what two checkpoints differ in: weights, optimizers, counters, and the rows that were collected."""
+    """Return the names of differing entries of two checkpoints: weights, optimizers, counters and stored rows."""
     return [each.partition(":")[0] for each in states.differences(_content(one), _content(other))]
 
 
@@ -199,7 +199,7 @@ def _content(path: Path) -> Any:
 
 
 def _comparable(value: Any) -> Any:
-    """Equal itself: without what is no number, and what places of a ring of frames hold that are free."""
+    """Return the value without NaN, which differs from itself, and without the unused frames of a ring."""
     if isinstance(value, Mapping):
         return {key: _comparable(each) for key, each in value.items() if key != "spares"}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Each mistake gets a message that names what is wrong, and no traceback; those of settings are in ``tests/conf``."""
+"""Each mistake gets a message without a traceback. Tests of wrong settings are in ``tests/conf``."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_misfit_of_a_checkpoint_is_named(arguments, message, trained, tmp_path):
 
 def test_checkpoint_of_another_stream_is_refused(run, trained, tmp_path):
     stored = torch.load(trained[0] / "checkpoints" / "last.ckpt", weights_only=True)
-    del stored["command"]  # as with a Trainer of one's own: nothing says which groups it had
+    del stored["command"]  # a checkpoint of a user's own Trainer does not store the groups
     torch.save(stored, tmp_path / "own.ckpt")
     groups = ["~experiment", "data=uniform", "model=dqn", "data.total_frames=512"]
     done = run("train", *groups, "ckpt_path=own.ckpt", expect=1)

@@ -1,4 +1,4 @@
-"""A run whose collector clips actions is evaluated, played again and exported with clipped actions."""
+"""If a run's collector clips actions, evaluations and the exported policy clip them also."""
 
 from __future__ import annotations
 

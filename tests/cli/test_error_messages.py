@@ -1,4 +1,4 @@
-"""What is said of each mistake in a table of them: one line, which names what was meant where that can be known."""
+"""Each mistake in ``tests/data/mistakes.yaml`` produces the one-line message of the table."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def test_checkpoint_is_played_and_its_returns_drawn(trained, run, tmp_path):
     match = last_line(run(*command).stdout)
     assert (match[3], match[4]) == ("5", "512")
     assert (tmp_path / "run" / "returns.png").read_bytes().startswith(b"\x89PNG")
-    # A checkpoint needs no folder of its run around it.
+    # A checkpoint also works outside the folder of its run.
     shutil.copy(checkpoint, tmp_path / "lonely.ckpt")
     lonely = ["evaluate", "ckpt_path=lonely.ckpt", "episodes=5", "hydra.run.dir=run", "histogram=null"]
     assert last_line(run(*lonely, "deterministic=false", "seed=5").stdout)[1] != match[1]

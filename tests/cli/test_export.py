@@ -1,4 +1,4 @@
-"""The command that writes a policy as a file, and what is refused before anything is written."""
+"""The export command writes a policy as a file, and raises errors before it writes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STATES = {f"{above}recurrent_state.{name}": [1, 4] for above in ("", "next.") fo
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with a memory and normalised observations."""
+    """Return the folder of a run with a recurrent network and normalised observations."""
     path = tmp_path_factory.mktemp("run")
     sizes = {"num_envs": 2, "frames_per_batch": 32, "num_mini_batch": 1, "num_epochs": 1, "seed": 0}
     data = OnPolicyDataModule("Pendulum-v1", normalize_observation=True, **sizes)
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def episode(policy: LoadedPolicy, step: Any) -> tuple[list[Any], list[Any]]:
-    """Return the actions of a policy and of a file over some observations, with their memories."""
+    """Return the actions of a policy and of its exported file for four batches of observations."""
     rng = np.random.default_rng(0)
     shown = [rng.normal(size=(3, 3)).astype(np.float32) for _ in range(4)]
     acted, stepped, states = [], [], [np.zeros((3, 1, 4), np.float32)] * 2
@@ -103,7 +103,7 @@ def test_operator_that_onnx_lacks_is_named(tmp_path):
 
 
 def refuses(tmp_path: Path, act: Any, message: str, form: str = "torch") -> None:
-    """Expect one line and the file as it was."""
+    """Check that the export raises a one-line error and does not change the existing file."""
 
     class Acting(nn.Module):
         def forward(self, seen: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""HYDRA_FULL_ERROR=1 shows tracebacks to the user who sets it; our commands neither set nor remove it."""
+"""Commands print tracebacks only if the user sets HYDRA_FULL_ERROR=1; they do not change the variable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ READ = "import os; print(os.environ.get('HYDRA_FULL_ERROR'))"
 
 
 def run(folder: Path, task: Any, value: str | None, *arguments: str) -> None:
-    """Run a task as the job of a command, with a value of HYDRA_FULL_ERROR that the user has set."""
+    """Run a task as the job of a command, with the user's value of HYDRA_FULL_ERROR."""
     with (
         only_our_schemas(),
         unchanged_process(),
@@ -35,7 +35,7 @@ def run(folder: Path, task: Any, value: str | None, *arguments: str) -> None:
         try:
             run_command("train", task, resumes=True)
         finally:
-            get_reusable_executor().shutdown(wait=True)  # joblib's workers keep the environment of their start
+            get_reusable_executor().shutdown(wait=True)  # joblib's workers keep their first environment variables
             assert os.environ.get("HYDRA_FULL_ERROR") == value
 
 

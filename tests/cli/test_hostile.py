@@ -1,4 +1,4 @@
-"""A checkpoint is data: whatever its config says, nothing runs, nothing is written, and one line says what is wrong."""
+"""A hostile config in a checkpoint runs no code and writes no file; the command exits with a one-line error."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ MODELS, DATAS, RECIPES = hostile.models("CANARY"), hostile.datas("CANARY"), host
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory) -> dict[str, Any]:
-    """A checkpoint of a run of one rollout, in an environment that a recipe makes."""
+    """Return a checkpoint of a run with one rollout, in an environment from a recipe."""
     return hostile.checkpoint_of_a_run(tmp_path_factory.mktemp("stored"))
 
 
 @pytest.fixture(scope="module")
 def settings() -> dict[str, Any]:
-    """What each command is composed to."""
+    """Return the composed config of each command."""
     return {
         "evaluate": composed("evaluate", "ckpt_path=a.ckpt", "histogram=null", "episodes=2"),
         "record": composed("record", "ckpt_path=a.ckpt", "episodes=2", "directory=demos"),
@@ -42,7 +42,7 @@ def settings() -> dict[str, Any]:
 
 @pytest.fixture
 def canary(tmp_path, monkeypatch) -> Path:
-    """What must not appear: a file, which also appears when the hostile module is imported."""
+    """Yield the path of a file that must not appear. An import of the hostile module also writes it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     path = tmp_path / "canary"
@@ -52,7 +52,7 @@ def canary(tmp_path, monkeypatch) -> Path:
 
 
 def check_refused(canary: Path, action: Any, *arguments: Any) -> None:
-    """Expect a line that says so, and nothing else."""
+    """Check that the action raises a one-line error and neither changes a file nor imports the hostile module."""
     sys.modules.pop(hostile.MODULE, None)
     before = {path: path.stat().st_mtime_ns for path in canary.parent.iterdir() if path.name != "__pycache__"}
     with pytest.raises(
@@ -129,7 +129,7 @@ OWN_MODEL = {**hostile.MODEL, "network": {"_target_": f"{hostile.MODULE}.functio
 
 @pytest.fixture
 def own_class(canary, stored) -> Path:
-    """A checkpoint whose network a module of the user's builds."""
+    """Store a checkpoint with a network from a user's module; return the canary's path."""
     (canary.parent / f"{hostile.MODULE}.py").write_text("from torchrl_lightning import MLPNetwork as function")
     save(stored, model=OWN_MODEL)
     return canary
@@ -140,7 +140,7 @@ def test_file_names_no_place_on_the_disk(name, stored, settings, canary):
     data = {**hostile.DATA, **FOLDERS[name]}
     check_refused(canary, lambda: check_config(data, where="the config"))
     check_config(data, where="the config", trusted=True)
-    # To play, none is needed, so that one that was written on another machine is played all the same.
+    # Playing does not need these folders, so a checkpoint from another machine can be played.
     on_policy = {**data, "_target_": hostile.DATA["_target_"]}
     on_policy.pop("dataset", None), on_policy.pop("buffer_dir", None)
     if on_policy.get("buffer", {}).get("_partial_"):

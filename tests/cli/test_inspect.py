@@ -1,4 +1,4 @@
-"""What ``torchrl-lightning-inspect`` prints of what lies on a disk, and refuses."""
+"""The output and the errors of ``torchrl-lightning-inspect`` for stored runs, buffers and demonstrations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _steps(count):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run that is still writing: a buffer beside its checkpoint, and the one that its next will refer to."""
+    """Return a run that is still writing: the buffer of its last checkpoint and the buffer of its next one."""
     for name in ("after_1_0000000a", "after_2_0000000b"):
         buffer = ExperienceBuffer(storage=RingStorage(8))
         buffer.extend(_steps(int(name[6]) * 3))

@@ -1,4 +1,4 @@
-"""A part that is null is left out, a choice with null is answered by the form that works, and modules run commands."""
+"""Null parts are omitted, errors about null choices name the working form, and modules run commands."""
 
 from __future__ import annotations
 

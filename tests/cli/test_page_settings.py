@@ -1,4 +1,4 @@
-"""Settings and commands inside the sentences of README and guide are composed, so that each does what the page says."""
+"""The settings and commands inside sentences of README and guide can be composed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cli.test_pages import PAGES
 from kit.store import composed
 
 WORD = r"--multirun|torchrl-lightning-train|~?[a-z][\w./@]*(?:=\S+)?"
-# Where a setting is looked for that the default run does not have, by how its name begins.
+# prefix of a setting that the default run lacks: options that may have the setting
 HOLDERS = {
     "callbacks.report.": ["hparams_search=optuna"],
     "hydra.sweeper.": ["hparams_search=optuna"],
@@ -33,7 +33,7 @@ HOLDERS = {
 
 
 def spans() -> Iterator[tuple[str, str]]:
-    """Yield the page and the text of each code in a sentence that consists of settings for the command that trains."""
+    """Yield the page and the text of each inline code that consists of settings for the train command."""
     for name, page in PAGES.items():
         sentences = re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
         for text in dict.fromkeys(re.findall(r"`([^`\n]+)`", sentences)):
@@ -62,7 +62,7 @@ def _top_level() -> frozenset[str]:
 
 
 def compose_with_a_base(words: list[str]) -> DictConfig | None:
-    """Return what settings compose to on the first command that has them, None if there is none."""
+    """Return the config of the first command line that accepts the settings, or None."""
     holders = next((held for begin, held in HOLDERS.items() if any(word.startswith(begin) for word in words)), [])
     bases: list[list[str]] = [[], ["~experiment"]]
     for holder in holders:

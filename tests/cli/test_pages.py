@@ -1,8 +1,9 @@
-"""Every command and code block of the README and of the guide runs as it is written there, with less to do at its end.
+"""Every command and code block of the README and of the guide runs as written, but with fewer frames.
 
-The rules: a line of a ``bash`` block is a command of ours; a ``yaml`` block names its file in a comment at its head;
-``python`` blocks of a page, which may name one, too, run in turn, in one namespace; a ``text`` block behind one is what
-it prints. A ``py`` block is a program of another library, and runs where that is installed.
+Each line of a ``bash`` block is one of our commands. A ``yaml`` block names its file in its first comment, and a
+``python`` block may name one. The ``python`` blocks of a page run in order in one namespace. A ``text`` block contains
+the output of the ``python`` block before it. A ``py`` block is a program of another library and runs only if that
+library is installed.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ def fenced(page: str, language: str = r"\w*") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
 
 
-# Each block, and what it prints where a text follows at once.
+# A Python block, and the text block with its output if one follows directly.
 PRINTED = r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?"
 PYTHON = {name: found for name, page in PAGES.items() if (found := re.findall(PRINTED, page, flags=re.M | re.S))}
 LINES = [(name, line) for name, page in PAGES.items() for text in fenced(page, "bash") for line in text.splitlines()]
-# .ci/run installs, and this is the test command.
+# .ci/run installs the package, and pytest is already running.
 SHELL = r"python3 -m venv |pip install |pytest "
 NEIGHBOURS = r"Neighbours: .*\[the guide\]\(../../README.md#the-guide\)\."
-COMMANDS = list(dict.fromkeys(line for _, line in LINES if not re.match(SHELL, line)))  # each once
+COMMANDS = list(dict.fromkeys(line for _, line in LINES if not re.match(SHELL, line)))
 FIRST, *OTHERS = COMMANDS
 # Commands with arguments inside sentences.
 SENTENCES = "\n".join(re.sub(r"^```.*?^```$", "", page, flags=re.M | re.S) for page in PAGES.values())
@@ -67,7 +68,7 @@ NOT_RUN = {
     "python tests/wiring.py": "writes into the package",
     "python examples/guide/": "draws a picture of the guide",
 }
-"""Commands inside sentences that are not run, by their beginnings, and why."""
+"""The prefixes of inline commands that are not run, with the reasons."""
 HEAD = r"(?:# @.*\n)?# ([\w/]+\.(?:yaml|py))\n"
 FILES = [
     (named[1], text)
@@ -75,18 +76,18 @@ FILES = [
     for text in fenced(page, "(?:yaml|python)")
     if (named := re.match(HEAD, text))
 ]
-# How the folder of a run begins; else by the experiment that is named, or trained if none is.
+# setting: prefix of the run's folder. Other folders start with the name of the experiment.
 NAMES = {"data=vanilla": "a2c_cartpole_vanilla", "data=ppod": "ppo_cartpole_ppod"}
 
 
 def run_line(line: str, folder: Path, frames: int, run: Path | None = None) -> Done:
-    """Run a line as a shell would; if it trains, with fewer frames and episodes behind it."""
+    """Run a line like a shell; a training command gets fewer frames and episodes."""
     script, *arguments = shlex.split(line if run is None else line.replace("RUN", str(run)), comments=True)
     module, _, function = SCRIPTS[script].partition(":")
     assert function == "main"
     trains = module.endswith(".train") and not {"--help", "--info"} & set(arguments)
     few = [f"data.total_frames={frames}", "eval_episodes=2"] if trains and "data=offline" not in arguments else []
-    if trains and line != FIRST:  # whose folder has no other name than the README says
+    if trains and line != FIRST:  # the README states the first run's folder name
         few.append("data.eval_episodes=2")
     with forked_workers() if "vtrace" in line else contextlib.nullcontext():
         done = call(module.rpartition(".")[2], *arguments, *few, cwd=folder)
@@ -106,7 +107,7 @@ def no_workers_left() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Done]:
-    """The working directory, the folder of the first command's run, and what it said."""
+    """Return the working directory, the folder of the first command's run, and its output."""
     folder = tmp_path_factory.mktemp("pages")
     shutil.copy(PROJECT / "examples" / "own_environment.py", folder)
     for name, text in FILES:
@@ -222,7 +223,7 @@ def test_layers_of_the_architecture_page_equal_the_import_contract():
 
 
 def rows_of_experiments(page: str) -> list[str]:
-    """Return the rows of a page's only table of experiments, without its head."""
+    """Return the rows of a page's only table of experiments, without the header."""
     (rows,) = re.findall(r"^\| `experiment=` \|.*\n\| --- .*\n((?:\|.*\n)+)", PAGES[page], flags=re.MULTILINE)
     return rows.splitlines()
 
@@ -246,7 +247,7 @@ def test_short_table_of_the_readme_repeats_rows_of_the_complete_one():
 
 
 def frames_of(experiment: str) -> int:
-    """Return the frames of an experiment, or of the one that it changes."""
+    """Return the total frames of an experiment, or of the experiment that it extends."""
     settings = yaml.safe_load((CONF_DIR / "experiment" / f"{experiment}.yaml").read_text())
     base = next((each for each in settings["defaults"] if isinstance(each, str) and each != "_self_"), None)
     return settings.get("data", {}).get("total_frames") or frames_of(base)
@@ -273,7 +274,7 @@ def env_of_experiment(line: str) -> str:
     return (re.findall(r"override /env: (\w+)", text) or [""])[0]
 
 
-# Optuna 2, which Hydra's sweeper asks for, speaks to SQLAlchemy 1.
+# Hydra's sweeper requires Optuna 2, which uses deprecated functions of SQLAlchemy.
 @pytest.mark.filterwarnings("ignore:Deprecated API features detected")
 @pytest.mark.parametrize("line", OTHERS, ids=range(len(OTHERS)))
 def test_command_runs_as_it_is_written(line, first):
@@ -303,7 +304,7 @@ def test_command_runs_as_it_is_written(line, first):
         assert {made.parts[-2:] for made in new} == {("seed_0", "0"), ("seed_1", "1"), ("seed_2", "2")}
         learnt = [torch.load(made / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for made in new]
         assert differences(learnt[0], learnt[1])
-    if "joblib" not in line:  # its workers speak for themselves
+    if "joblib" not in line:  # joblib's workers print elsewhere
         assert done.stdout.count("mean evaluation return") == jobs
     if "hparams_search" in line:
         (found,) = folder.glob("logs/train/search_*/optimization_results.yaml")
@@ -335,7 +336,7 @@ def test_code_of_a_page_prints_what_it_says(name, first):
     process = Forked(partial(run_blocks, blocks), folder, said=folder / f"{name}-said")
     assert process.ends() == 0, process.said
     for (_, expected), printed in zip(PYTHON[name], process.said.split(END), strict=False):
-        last = "".join(printed.splitlines(keepends=True)[-expected.count("\n") :])  # Lightning speaks before
+        last = "".join(printed.splitlines(keepends=True)[-expected.count("\n") :])  # Lightning prints before
         assert not expected or doctest.OutputChecker().check_output(expected, last, doctest.ELLIPSIS), printed
 
 

@@ -187,7 +187,7 @@ def test_resumed_run_continues_its_curve(tmp_path, figures):
         (run / "csv").mkdir(parents=True)
         rows = ["step,eval/return", f"{frames[0] * 1024 - 512},", *(f"{i * 1024},{i}" for i in frames)]
         (run / "csv" / "metrics.csv").write_text("\n".join(rows))
-        # The seed is that of the checkpoint, which was named from the folder that the command ran in.
+        # The seed comes from the checkpoint. Its path is relative to the command's working directory.
         checkpoint, end = f"{origin}/checkpoints/last.ckpt", f"data.total_frames={frames[-1] * 1024}"
         keep(run, "model.gamma=0.9", f"ckpt_path={checkpoint}", end, ckpt_path=checkpoint, seed=3)
     plot_runs([tmp_path], tmp_path / "curve.png")
@@ -197,7 +197,7 @@ def test_resumed_run_continues_its_curve(tmp_path, figures):
     before = read_source(first, "eval/return", "step")[0]
     assert curve[:10, 1].tolist() == before.y[:10].tolist()
     assert curve[10:, 1].tolist() == list(range(11, 41))
-    # A run that goes on in its own folder has lost what came before.
+    # A run that resumes in its own folder has overwritten its earlier curve.
     keep_again = tmp_path / "third" / ".hydra" / "config.yaml"
     keep_again.write_text(yaml.safe_dump({"seed": 0, "ckpt_path": "third/checkpoints/last.ckpt"}))
     assert len(read_source(tmp_path / "third", "eval/return", "step")[0].x) == 20

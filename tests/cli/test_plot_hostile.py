@@ -1,4 +1,4 @@
-"""Logs and records of runs that somebody sent: they are drawn, or one line says what is wrong."""
+"""Logs and records from untrusted runs are plotted or cause a one-line error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_of(folder: Path) -> Path:
 
 
 def replaced(name: str, content: str | bytes | None):
-    """Return a change of a run: one of its files is another one, or a FIFO."""
+    """Return a function that replaces a file of a run by this content, or by a FIFO."""
 
     def change(run: Path) -> None:
         path = run / name
@@ -64,7 +64,7 @@ SHOWN = {
     "an interpolation of the shell": replaced(CONFIG, "seed: ${oc.env:HOME}"),
     "a seed that is a list": replaced(CONFIG, "seed: [1, 2]"),
     "a checkpoint that is a mapping": replaced(CONFIG, "ckpt_path: {a: 1}"),
-    "a FIFO as a config": replaced(CONFIG, None),  # as without a record of Hydra's
+    "a FIFO as a config": replaced(CONFIG, None),  # plotted like a run without a config
     "a FIFO as a record": replaced(HYDRA, None),
     "formulas and escape codes as settings": replaced(
         HYDRA,

@@ -1,4 +1,4 @@
-"""What a rank reports, and with which status it ends, if another rank has ended."""
+"""The message and the exit status of a rank after another rank has ended."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def ended(
     monkeypatch: pytest.MonkeyPatch, codes: list[int | None], local: int = 0, node: int = 0, environment: Any = None
 ) -> int:
-    """Return the status of a rank after the error of a lost connection."""
+    """Return the exit status of a rank that has lost its connection."""
     processes = [SimpleNamespace(poll=lambda code=code: code) for code in codes]
     monkeypatch.setattr(rank_failures.rank_stop, "processes", processes)
     trainer = SimpleNamespace(
@@ -47,7 +47,7 @@ def ended(
         ([-9], 0, 137, "error: rank 1 was killed by SIGKILL; "),
         ([None, -11], 1, 139, "error: rank 4 was killed by SIGSEGV; "),
         ([None, 0], 0, 1, "error: rank 2 ended with status 0; "),
-        ([1], 0, 1, "error: rank 1 ended with status 1; "),  # the rank may have reported an error
+        ([1], 0, 1, "error: rank 1 ended with status 1; "),  # rank 1 may have printed its own error
         ([143], 1, 143, "error: rank 3 ended with status 143; "),
         ([255], 0, 255, "error: rank 1 ended with status 255; "),
         ([None], 0, 1, "error: another rank has ended; "),

@@ -1,4 +1,4 @@
-"""Commands that cannot run on several ranks are refused in one line, before a rank starts; each remedy runs."""
+"""Commands that cannot run on several ranks exit with a one-line error before a rank starts; each remedy works."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Run = Callable[..., Done]
 
 
 def error_line(run: Run, folder: Path, *arguments: str) -> str:
-    """Return the only line about a command, or about each of two runs, that is refused before anything is trained."""
+    """Return the error line of a command that exits before training; two runs of a sweep share the line."""
     done = run("train", *arguments, "hydra.run.dir=run", "hydra.sweep.dir=run", expect=1)
     lines = done.stderr.splitlines()
     if "--multirun" in arguments:
@@ -113,7 +113,7 @@ def test_settings_that_do_not_fit_two_ranks_are_refused_before_they_start(messag
 
 
 def test_settings_that_fit_only_several_ranks_are_accepted(tmp_path: Path) -> None:
-    settings = ["data.checkpoint_buffer=inside", f"data.buffer_dir={tmp_path}"]  # ranks store their buffers beside it
+    settings = ["data.checkpoint_buffer=inside", f"data.buffer_dir={tmp_path}"]  # ranks store buffers in this folder
     checked_on_two_ranks(tmp_path, *STREAMS["dqn"], *settings)
 
 

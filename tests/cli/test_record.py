@@ -45,7 +45,7 @@ def test_scripted_policy_is_recorded_next_to_existing_files(run, tmp_path):
     paths = sorted((tmp_path / "demos").iterdir())
     assert [path.name for path in paths] == [f"demonstration_{i:03d}.safetensors" for i in range(4)]
     found = read_demonstration(paths[0])
-    assert found.total_reward >= 100  # which pushing to one side does not reach
+    assert found.total_reward >= 100  # constant pushes return less than 100
     assert found.metadata["environment"] == "CartPole-v1"
 
 
@@ -100,9 +100,9 @@ FAILED = r"all 2 episodes failed, .*; the best had a return of -200\. min_return
 @pytest.mark.parametrize(
     ("told", "reward", "least", "kept", "failed"),
     [
-        (False, 0.0, None, [2, 4], 2),  # the reward alone tells
+        (False, 0.0, None, [2, 4], 2),  # only the reward marks a failure
         (True, 0.0, None, [2, 4], 2),
-        (True, 0.5, None, [2, 4], 2),  # what every episode earns tells less
+        (True, 0.5, None, [2, 4], 2),  # every episode earns this reward
         (False, 0.0, -1, [1, 2, 3, 4], 2),
         (False, 0.5, None, [1, 2, 3, 4], 0),
         (True, 0.7, 0.7, [1, 2, 3, 4], 2),  # rewards are rounded to float32
@@ -173,7 +173,7 @@ def test_keyboard_episodes_are_recorded(ends, tmp_path):
         mock.patch("torchrl_lightning.demonstrations.play_demonstrations", return_value=episodes) as play,
         contextlib.nullcontext() if ends else pytest.raises(UsageError, match="no episode was completed"),
     ):
-        assert record(cfg) == 1.0  # earned by its last step
+        assert record(cfg) == 1.0  # the last step earns the reward
     options = {"keys": {"a": 0, "d": 1}, "noop": 0, "seed": 1000, "clip_actions": False}
     play.assert_called_once_with("CartPole-v1", 1, **options)
     assert [read_demonstration(path).is_human for path in tmp_path.iterdir()] == ([True] if ends else [])

@@ -1,4 +1,4 @@
-"""What stops a run after it has begun is one line with the remedy, and advises to resume only if that can succeed."""
+"""Errors during a run are one line with the remedy; they advise to resume only if that can succeed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FEW = [*TINY, "data.total_frames=256", "eval_episodes=1", "hydra.run.dir=run"]
 
 
 def errors_in(stderr: str) -> str:
-    """Return the last line, which is the error, after a progress bar without a traceback."""
+    """Return the only error message in stderr, which has a progress bar but not a traceback."""
     assert "Traceback" not in stderr
     assert stderr.count("error: ") == 1, stderr
     return stderr[stderr.index("error: ") :].strip()

@@ -1,4 +1,4 @@
-"""Each run keeps its record, ``.hydra``, and a second run in its folder changes nothing of the first."""
+"""Each run stores its record in ``.hydra``, and a second run in the same folder does not change the first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = ["config.yaml", "hydra.yaml", "overrides.yaml"]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return all files below a folder but the lock, which names its holder."""
+    """Return the content of all files below a folder, except for the lock, which names its holder."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock" and path.name != "lock")
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 

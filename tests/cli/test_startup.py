@@ -1,4 +1,4 @@
-"""What fresh processes import and say; TAB completion and --help may neither load torch nor take long."""
+"""Commands import only the modules that they need, and --help is fast."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrl_lightning._hydra.paths import CONF_DIR
 HERE = Path(__file__).parent
 HEAVY = ("torch", "lightning", "gymnasium", "matplotlib", "numba")
 
-# All in one process: what one command imports, the next one would show.
+# One process runs all commands, because each check also detects the imports of earlier commands.
 SCRIPT = """
 import importlib, resource, sys
 def check(what):
@@ -39,7 +39,7 @@ for name in ("train", "evaluate", "record", "plot", "export"):
 
 
 def started(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    # As in a console script, the working directory is not on the import path.
+    # A console script also runs without the working directory on its import path.
     return subprocess.run(
         [sys.executable, "-P", *command], cwd=folder, env=environment(), capture_output=True, text=True, timeout=600
     )
@@ -57,7 +57,7 @@ def fresh(tmp_path_factory):
 
 
 def test_mistake_ends_a_process_with_status_one_and_one_line(fresh):
-    # All others run in the process of the tests.
+    # The other tests run commands in the process of the tests, so only this one checks the real exit.
     assert (fresh.returncode, len(fresh.stdout.splitlines())) == (1, 1), fresh.stdout
     assert [line[:5] for line in fresh.stderr.splitlines()] == ["error"]
 

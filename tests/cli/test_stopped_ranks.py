@@ -1,4 +1,4 @@
-"""Runs on two ranks that a signal stops: all ranks end together, and the checkpoint is the end of the run."""
+"""A signal stops all ranks of a run together, and the checkpoint contains the run's last state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def completed(folder: Path, frames: int, *settings: str) -> Path:
     run = RankRun.of_command(folder, *settings, f"data.total_frames={frames}")
     try:
         assert run.status() == 0, run.lines()
-        assert any("over 4 episodes" in line for line in run.lines()), run.lines()  # two of each rank
+        assert any("over 4 episodes" in line for line in run.lines()), run.lines()  # two per rank
     finally:
         run.kill()
     return run.last

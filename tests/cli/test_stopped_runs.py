@@ -1,4 +1,4 @@
-"""A run that is stopped and resumed is the run that is not: one experiment of each family, stopped in five ways."""
+"""A stopped and resumed run equals an uninterrupted run: one experiment per family, stopped in five ways."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Give the last checkpoint of a run that is not stopped."""
+    """Return a cached function that returns the last checkpoint of an uninterrupted run."""
     return cache(lambda experiment: uninterrupted(experiment, tmp_path_factory.mktemp(experiment), run=task_here))
 
 

@@ -1,4 +1,4 @@
-"""A run that Ctrl-C, SIGTERM or SLURM ends keeps its state, and ``ckpt_path=auto`` goes on with it."""
+"""A run that Ctrl-C, SIGTERM or SLURM ends stores its state, and ``ckpt_path=auto`` resumes it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def has_learnt(folder: Path) -> bool:
 
 
 def ended_by(number: int, arguments: list[str], folder: Path, **variables: str) -> Done:
-    """Start training, send a signal when it has learnt, and wait."""
+    """Start training, send a signal after the first logged metrics, and wait for the end."""
     process = start("train", *arguments, cwd=folder, variables=variables)
     try:
         process.waits_for(lambda: has_learnt(folder))
@@ -51,7 +51,7 @@ gymnasium.register("Own-v0", "gymnasium.envs.classic_control:CartPoleEnv", max_e
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
 def test_ctrl_c_leaves_a_checkpoint_that_resumes_and_no_process(run, tmp_path):
-    # The experiment with worker processes, which find the module in the working directory as well.
+    # Worker processes must also import the module in the working directory.
     (tmp_path / "own_cartpole.py").write_text(OWN_MODULE)
     settings = ["experiment=vtrace_cartpole", "data.env=own_cartpole:Own-v0", "data.collector.num_workers=1", *ENDLESS]
     process = start("train", *settings, cwd=tmp_path, session=True)
@@ -69,7 +69,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes_and_no_process(run, tmp_path):
     assert match is not None, said
     frames = frames_in(tmp_path / match[1])
     assert frames > 0
-    # Resumed at its end, it is taken up whole, and starts no worker for another batch.
+    # The run has reached its total frames, so resuming it restores the state and does not start a worker.
     try:
         done = run("train", f"data.total_frames={frames}", f"ckpt_path={match[1]}", "trusted=true")
     finally:

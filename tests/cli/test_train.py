@@ -107,7 +107,7 @@ def test_config_is_composed_once_and_recorded_as_hydra_does(run, tmp_path):
 
 
 def test_powers_of_ten_are_integers_where_frames_are_counted(run, tmp_path):
-    quiet = ["data.updates_per_step=1", "hydra.run.dir=run"]  # else the log says how many were chosen
+    quiet = ["data.updates_per_step=1", "hydra.run.dir=run"]  # the default logs the chosen number
     run("train", *TINY, "data.total_frames=1.28e2", "model.learning_rate=1e-3", *quiet)
     assert yaml.safe_load((tmp_path / "run/.hydra/config.yaml").read_text())["data"]["total_frames"] == 128
     assert not (tmp_path / "run/train.log").exists()
@@ -131,7 +131,7 @@ def test_loggers_get_the_resolved_settings_and_count_in_frames(trained):
     folder, _ = trained
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for name in ("csv", "tensorboard"):
-        # Lightning's loader for untrusted files reads plain values alone.
+        # safe_load reads only plain values.
         kept = yaml.safe_load((folder / name / "hparams.yaml").read_text())
         assert kept["seed"] == kept["data"]["seed"] == 3
         assert kept["data"]["buffer"]["gae_lambda"] == 0.95
@@ -171,7 +171,8 @@ def test_debug_runs_and_keeps_nothing(run, tmp_path):
 
 
 def test_profiled_run_without_an_evaluation_draws_its_training_returns(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", False)  # Lightning was imported first
+    # Lightning sets this at its import in a fresh process.
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", False)
     done = run("train", "debug=profiler", *TINY, "data.total_frames=128", "hydra.run.dir=run")
     assert "run_training_epoch" in done.stdout + done.stderr
     assert last_line(done.stdout)[4] == "128"

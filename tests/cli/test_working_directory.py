@@ -1,4 +1,4 @@
-"""A command that runs in a folder which somebody sent imports from it only what the user names."""
+"""A command in an untrusted folder imports only the modules that the user names from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def act(observation):
 
 @pytest.fixture
 def sent(tmp_path: Path) -> Path:
-    """A folder whose modules write a canary when they are imported: plugins, installed names, entry points."""
+    """Return a folder of plugins, installed names and entry points that write a canary when imported."""
     hostile = "import os; open(os.path.join({!r}, 'canary_{}'), 'w')"
 
     def write(name: str) -> None:
@@ -67,7 +67,7 @@ def run(folder: Path, name: str, *arguments: str, options: tuple[str, ...] = ())
 
 def test_working_directory_comes_after_installed_modules(sent):
     settings = ("policy=planner:act", "env=cartpole", "episodes=1", "min_return=0", "directory=demos")
-    # As with `python -m`, Python itself puts the working directory first.
+    # Python puts the working directory first on the import path, as for `python -m`.
     done = run(sent, "record", *settings, "hydra.run.dir=out")
     assert done.returncode == 0, done.stderr
     assert f"last: {sent}" in done.stdout
@@ -84,7 +84,7 @@ def test_working_directory_comes_after_installed_modules(sent):
     ],
 )
 def test_commands_without_hydra_import_nothing_from_the_working_directory(sent, name, arguments, told):
-    done = run(sent, name, *arguments, options=("-P",))  # as a console script, without the working directory
+    done = run(sent, name, *arguments, options=("-P",))  # like a console script: without the working directory
     assert done.returncode != 0
     assert told in done.stderr
     assert [path.name for path in sent.glob("canary*")] == []
@@ -100,7 +100,7 @@ print(repr(config.CACHE_DIR), repr(config.CACHE_LOCATOR_CLASSES), "evil" in sys.
 
 
 def test_numba_runs_no_code_named_in_the_working_directory(tmp_path):
-    # numba unpickles what it finds in its cache, and imports the classes that look for one.
+    # numba unpickles the files in its cache folder and imports the configured locator classes.
     (tmp_path / ".numba_config.yaml").write_text("cache_dir: here\ncache_locator_classes: evil.Locator\n")
     (tmp_path / "evil.py").write_text("")
     done = subprocess.run(

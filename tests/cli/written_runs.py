@@ -1,4 +1,4 @@
-"""Folders as runs leave them, to be plotted."""
+"""Write folders like finished runs, for the tests of plots."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 
 def write_run(folder: Path, *, seed: int = 0, points: int = 20, scale: float = 500.0) -> Path:
-    """Write a run as Lightning does: rows are sparse, training and evaluation in rows of their own."""
+    """Write a run's metrics like Lightning: training and evaluation in separate, sparse rows."""
     logger = CSVLogger(folder, name="csv", version="")
     generator = np.random.default_rng(seed)
     for i in range(1, points + 1):
@@ -23,7 +23,7 @@ def write_run(folder: Path, *, seed: int = 0, points: int = 20, scale: float = 5
 
 
 def keep(run: Path, *overrides: str, seed: int = 0, ckpt_path: str | None = None, **choices: str) -> Path:
-    """Keep beside a run what Hydra keeps."""
+    """Write Hydra's record of a run; return the run's folder."""
     folder = run / ".hydra"
     folder.mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump({"seed": seed, "ckpt_path": ckpt_path}))

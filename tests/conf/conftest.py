@@ -1,4 +1,4 @@
-"""Composes our configs and those of a made-up foreign application, whatever other tests have put into Hydra."""
+"""Fixtures that compose our configs, isolated from the groups that other tests register in Hydra."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every YAML under conf/ composes, and what it composes is built."""
+"""Every YAML file under conf/ composes, and its parts can be built."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from torchrl_lightning.environments.backends.vector_env import check_env_source
 PRIMARY = ("train", "evaluate", "record")
 
 
-# The group `hydra` holds one option for each command.
 def options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
 
@@ -42,21 +41,21 @@ def groups() -> list[str]:
     return sorted(inside - {"export/data", "torchrl_lightning/base"})
 
 
-# Groups inside another one, as model/network, are options of options: `model/network=NAME`.
+# A nested group like model/network is selected by its path. `hydra` is excluded: it has an option per command.
 OPTIONS = [(group, option) for group in groups() for option in options(group) if group != "hydra"]
 
 
 def test_tree_has_no_file_outside_of_what_is_tested():
     tested = {CONF_DIR / f"{name}.yaml" for name in PRIMARY}
     tested |= {CONF_DIR / group / f"{option}.yaml" for group, option in OPTIONS}
-    tested |= set(BASE_DIR.glob("base/*.yaml"))  # by each option that includes them
+    tested |= set(BASE_DIR.glob("base/*.yaml"))  # options that include these files test them
     tested |= {EXPORT_DIR / "data" / f"{option}.yaml" for option in options("data")}
     tested |= {CONF_DIR / "hydra" / f"{option}.yaml" for option in ("default", "evaluate", "record")}
     assert set(CONF_DIR.glob("**/*.yaml")) == tested
 
 
 def test_evaluate_config_asks_for_a_checkpoint_alone():
-    # Where the histogram goes is known in a run alone.
+    # The path of the histogram resolves only in a run.
     assert OmegaConf.missing_keys(composed("evaluate", "histogram=null")) == {"ckpt_path"}
 
 
@@ -70,7 +69,7 @@ def test_run_gets_a_folder_of_its_own(name):
     assert root.startswith(f"logs/{name}/")
 
 
-# What an option needs of its environment, where CartPole does not have it.
+# The environments of options that CartPole does not fit.
 FITTING = {
     "frames": {"env": lambda: FrameStack(CountedImages(alone=True), 4)},
     "hindsight": {"env": Reach},
@@ -79,7 +78,7 @@ FITTING = {
 
 @pytest.fixture
 def compose_option(compose_train):
-    """Select an option without the default experiment, which may say otherwise and does not fit all."""
+    """Compose an option without the default experiment, because its settings do not fit all options."""
     beside = {"experiment": [], "source": ["~experiment", "data=uniform"]}
     return lambda group, option: compose_train(f"{group}={option}", *beside.get(group, ["~experiment"]))
 
@@ -88,19 +87,19 @@ def compose_option(compose_train):
 def test_every_option_of_every_group_composes(compose_train, compose_option, group, option):
     beside = group in ("debug", "hparams_search", "paths")
     cfg = compose_train(f"{group}={option}") if beside else compose_option(group, option)
-    if group == "hparams_search":  # whose runs ask their sweep
+    if group == "hparams_search":  # a sweep sets these values for its runs
         cfg.callbacks.report.update(study_name="search", storage="sqlite://", trial=0)
     assert OmegaConf.missing_keys(cfg) == ({"model.loss"} if option == "loss_module" else set())
     plain = OmegaConf.to_container(cfg, resolve=True)
     if group == "experiment":
         need_extra(option)
-    # What a checkpoint keeps of it may be built without trusting the file.
+    # A checkpoint stores these nodes, and they must pass the check of untrusted files.
     node = {name: plain[name] for name in ("data", "model")}
-    if option == "pets_cartpole_continuous":  # whose environment is a module among the examples
+    if option == "pets_cartpole_continuous":  # its environment is a module in examples/
         with pytest.raises(ValueError, match="ContinuousCartPole-v0'"):
             check_config(node, where=option)
         node["data"]["env"] = "CartPole-v1"
-    check_config(node, where=option, folders=option != "offline")  # which names a folder of the user's
+    check_config(node, where=option, folders=option != "offline")  # offline reads a user's folder
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
@@ -108,7 +107,7 @@ def test_what_a_file_says_is_what_the_config_has(compose_option, group, option):
     path = CONF_DIR / group / f"{option}.yaml"
     text = path.read_text()
     header = re.match(r"# @package (\S+)\n", text)
-    # Hydra reads a package header in the very first line alone, and says nothing about one that comes later.
+    # Hydra reads a package header only in the first line, and silently ignores a later one.
     assert ("@package" in text) == (header is not None), f"{path.name}: put the @package line first"
     package = group.replace("/", ".") if header is None else header[1].replace("_global_", "")
     cfg = compose_option(group, option)
@@ -166,7 +165,7 @@ def test_experiment_is_built(compose_train, experiment):
 def test_data_module_is_built_with_its_buffer(compose_option, option, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demonstrations").mkdir()
-    write_demonstration(tmp_path / "demonstrations" / "one.safetensors", episode())  # what data=offline reads
+    write_demonstration(tmp_path / "demonstrations" / "one.safetensors", episode())  # for data=offline
     cfg = compose_option("data", option).data
     data = instantiate(cfg, **FITTING.get(option, {}))
     data.setup("fit")
@@ -237,18 +236,18 @@ def test_experiment_that_needs_an_extra_learns(compose_train, experiment, env, f
 
 @pytest.mark.parametrize(
     ("group", "option"),
-    [each for each in OPTIONS if each[0] in ("model", "model/network") and each != ("model", "default")],  # of no class
+    [each for each in OPTIONS if each[0] in ("model", "model/network") and each != ("model", "default")],  # no class
 )
 def test_model_is_built_with_its_network(compose_option, group, option):
     cfg = compose_option(group, option).model
-    if option == "loss_module":  # which loss of TorchRL's is trained, nobody can know before
+    if option == "loss_module":  # this option does not have a default loss
         cfg.loss = {"_target_": "torchrl.objectives.DQNLoss", "_partial_": True}
     assert isinstance(instantiate(cfg), L.LightningModule)
     if group == "model/network":
         assert type(instantiate(cfg.network)).__name__ == cfg.network._target_.split(".")[-1]
 
 
-# Our values that are not the defaults of the constructors. All others are written in one place of conf/ at most.
+# Settings that differ in conf/ from the constructors' defaults on purpose.
 ROLLOUTS = {"mini_batch_size"}
 ONE_PASS = {"frames_per_batch", "num_epochs", "num_mini_batch"}
 REPLAY = {"num_envs", "frames_per_update", "warmup_frames"}
@@ -289,7 +288,7 @@ ON_PURPOSE = {
 def test_values_are_the_defaults_of_constructors_but_for_those_that_differ_on_purpose(compose_train, group, option):
     cfg = compose_train(f"{group}={option}", "~experiment", *(["~env"] if group == "data" else []))
     node = OmegaConf.to_container(OmegaConf.select(cfg, group.replace("/", ".")), resolve=False)
-    if group == "model":  # its network is an option of its own
+    if group == "model":  # model/network has its own options
         node.pop("network", None)
     path = CONF_DIR / group / f"{option}.yaml"
     files = {key: file for file in (*included(path), path) for key in leaves(yaml.safe_load(file.read_text()), "")}
@@ -299,7 +298,7 @@ def test_values_are_the_defaults_of_constructors_but_for_those_that_differ_on_pu
 
 
 def differing(node: dict[str, object], before: str = "") -> set[str]:
-    """Return the values that a part of ours, and those inside it, have in the place of their constructors' defaults."""
+    """Return the settings of one of our parts and its nested parts that differ from the constructors' defaults."""
     target = str(node.get("_target_"))
     part = get_object(target) if target.startswith("torchrl_lightning.") else object
     parameters = inspect.signature(part).parameters.values()
@@ -325,7 +324,7 @@ def test_option_does_not_repeat_a_value_of_a_file_that_it_includes(group, option
 
 
 def included(path: Path) -> Iterator[Path]:
-    """Yield the files that one includes, in the order in which they are merged."""
+    """Yield the files that a file includes, directly or indirectly, in merge order."""
     for entry in yaml.safe_load(path.read_text()).get("defaults", []):
         name = str(entry).removesuffix("@_here_")
         file = (CONF_DIR if name.startswith("/") else path.parent) / f"{name.removeprefix('/')}.yaml"
@@ -344,7 +343,7 @@ def test_model_has_the_same_parts_from_yaml_as_from_its_class(compose_option, op
 
 
 def listed(value: object) -> object:
-    """A config has lists and no tuples."""
+    """Return the value with lists for tuples, because a config contains only lists."""
     if isinstance(value, dict):
         return {name: listed(each) for name, each in value.items()}
     return list(value) if isinstance(value, tuple) else value

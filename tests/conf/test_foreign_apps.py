@@ -1,4 +1,4 @@
-"""Other people's Hydra applications, which say `data: gae`."""
+"""Users' Hydra applications select our `data` options, e.g. `data: gae`, and override their values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ORDERS = {"self first": "  - _self_\n  - data: {}\n", "self last": "  - data: {}
 
 @pytest.fixture(params=ORDERS)
 def users_app(tmp_path, request):
-    """Compose an app that gives settings of its own to one of our options, in either order of its defaults."""
+    """Return a function that composes an app with its own values for one of our options, in either defaults order."""
 
     def compose(option: str, settings: str, *overrides: str):
         text = f"defaults:\n{ORDERS[request.param].format(option)}data:\n{settings}"
@@ -52,7 +52,7 @@ def test_users_values_hold(users_app, option):
         data.close()
 
 
-# A setting of a part, by the option.
+# option: a setting of one of its parts
 PARTS = {
     "branched": "source.real_ratio=0.5",
     "episodic": "buffer.sampler.recent_data_ratio=0.25",

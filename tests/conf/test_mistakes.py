@@ -1,4 +1,4 @@
-"""A setting that does not fit is named in one line, before anything of the run is built."""
+"""A wrong setting raises a one-line error that names the setting, before training starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BRANCHED = "data=branched model=mbpo env=pendulum"
 
 @pytest.fixture
 def composed(compose_train):
-    """Compose groups, without the experiment where they choose the data, and add one more setting."""
+    """Return a function that composes groups and adds a setting; groups with data drop the default experiment."""
 
     def with_setting(groups: str = "", setting: str = "") -> DictConfig:
         alone = ("~experiment", "data.total_frames=100") if "data=" in groups else ()
@@ -34,7 +34,7 @@ def composed(compose_train):
 
 
 def build_all(cfg: DictConfig) -> None:
-    """Build all parts as a run does, but for loggers."""
+    """Check and build all parts like a run, except for the loggers."""
     check_config(cfg)
     data, model = build_part(cfg, "data"), build_part(cfg, "model")
     for name in cfg.callbacks:
@@ -44,7 +44,7 @@ def build_all(cfg: DictConfig) -> None:
 
 
 def refused(cfg: DictConfig) -> str:
-    """Give what is said about the setting that does not fit."""
+    """Return the one-line error message for the wrong setting."""
     with pytest.raises(UsageError) as error:
         build_all(cfg)
     message = str(error.value)
@@ -52,7 +52,7 @@ def refused(cfg: DictConfig) -> str:
     return message
 
 
-# By the groups: what is set, and what is said of it.
+# groups: pairs of a setting and its error message
 SETTINGS: dict[str, list[tuple[str, str]]] = {
     "": [
         ("data.num_envs=0", "data.num_envs=0: num_envs must be a positive integer, got 0."),
@@ -122,7 +122,7 @@ SETTINGS: dict[str, list[tuple[str, str]]] = {
             "data.env.rename={'gamma': 'reward'}: rename must not use the reserved names 'reward'",
         ),
     ],
-    # What is said of the groups themselves.
+    # Errors of the groups themselves.
     "+trainer.max_epoch=3": [("", "trainer: Trainer.__init__() got an unexpected keyword argument 'max_epoch'")],
     "model.learning_rate=???": [("", "the config has no value for model.learning_rate; set")],
     "model.network=gru": [("", "model.network is 'gru', expected a config; select it as model/network=gru.")],
@@ -212,7 +212,7 @@ def test_advantages_that_the_buffer_standardises_cannot_be_left_as_they_are(comp
 
 
 class Images(gym.ObservationWrapper):
-    """Shows black images."""
+    """A wrapper that returns black images as observations."""
 
     def __init__(self, env: gym.Env) -> None:
         super().__init__(env)

@@ -1,4 +1,4 @@
-"""Every config of a part of ours is checked against a schema, which is made of its constructor's arguments."""
+"""The config of each of our parts is checked against a schema of its constructor's arguments."""
 
 from __future__ import annotations
 

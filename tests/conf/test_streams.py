@@ -1,4 +1,4 @@
-"""What every `data=` option gives is learned from, with the models that it is meant for."""
+"""Each `data=` option trains a model that it supports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GOALS = ("env=recipe", "data.env.id={_target_: kit.goals.Reach}", "data.buffer.s
 
 @pytest.fixture
 def fit(compose_train: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
-    """Run one epoch; give the DataModule, the module and all batches, which hold no entries but documented ones."""
+    """Return a function that trains for one epoch, checks all batches, and returns data, module and batches."""
 
     def run(*overrides: str) -> tuple[Any, Any, list[Any]]:
         cfg = compose_train("~experiment", *overrides, *SMALL)
@@ -63,7 +63,7 @@ def fit(compose_train: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]
 def test_replay(fit, option, settings, shape, entries):
     data, module, served = fit(f"data={option}", *settings, *REPLAY)
     assert (data.updates, module.updates, len(served)) == (6, 6, 6)
-    # Of each environment the same number of steps, as many in all as were asked for before the sixth update.
+    # The sixth update follows 46 frames, and both environments have stored half of them.
     assert len(data.buffer) == data.frames == 46
     assert data.buffer.writer.positions.tolist() == [23, 23]
     for batch in served:
@@ -75,7 +75,7 @@ def test_branched(fit):
     _, module, served = fit("data=branched", "model=mbpo", "env=pendulum", *WORLD, *REPLAY)
     assert module.updates == len(served) == 6
     assert module.errors.isfinite().all()
-    # Of 48 rows, a twentieth is real.
+    # The six batches contain 48 rows, and one in twenty is real.
     assert sum(int((batch["source"] == 0).sum()) for batch in served) in (2, 3)
 
 

@@ -1,4 +1,4 @@
-"""TorchRL's Hydra groups with ours among them, hidden from all other tests."""
+"""Fixtures that register TorchRL's Hydra groups and ours, and hide them from all other tests."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from kit.rollouts import make_critic, make_rollout
 
 @pytest.fixture(scope="session")
 def registered_groups() -> dict[str, Any]:
-    Plugins.instance()  # Hydra's own plugins store their configs once: into what stays, and not into the copy
+    Plugins.instance()  # store the configs of Hydra's plugins, which happens only once, before the copy
     store = ConfigStore.instance()
     before = store.repo
     store.repo = copy.deepcopy(before)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TorchRL's own, about what it deprecates in itself
+        warnings.simplefilter("ignore")  # TorchRL warns about its own deprecated functions
         from torchrl.trainers.algorithms.configs import _register_configs
 
         from torchrl_lightning.configs import register_configs
@@ -38,7 +38,7 @@ def registered_groups() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def torchrl_groups(registered_groups: dict[str, Any]) -> Iterator[None]:
-    """Take the groups away after each test: a run whose YAML says ``logger: csv`` cannot be composed beside them."""
+    """Remove the groups after each test, because they conflict with runs that select ``logger: csv``."""
     store = ConfigStore.instance()
     before, store.repo = store.repo, copy.copy(registered_groups)
     yield
@@ -56,7 +56,7 @@ def composed() -> Callable[..., DictConfig]:
 
 @pytest.fixture
 def built(composed: Callable[..., DictConfig]) -> Callable[..., Any]:
-    """Composes one option of a group with its fields and instantiates it."""
+    """Return a function that composes one option of a group with its fields and instantiates it."""
 
     def build(group: str, name: str, *fields: str, **arguments: Any) -> Any:
         cfg = composed(f"+{group}@part=torchrl_lightning_{name}", *(f"part.{field}" for field in fields))
@@ -67,7 +67,7 @@ def built(composed: Callable[..., DictConfig]) -> Callable[..., Any]:
 
 @pytest.fixture
 def rollout() -> TensorDict:
-    """Of two environments, with values, as collectors yield it."""
+    """Return a rollout of two environments with values, as collectors yield it."""
     data, critic = make_rollout(3, 2), make_critic()
     for steps in (data, data["next"]):
         critic(steps)

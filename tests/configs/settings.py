@@ -1,4 +1,4 @@
-"""Our options in TorchRL's groups, by the names that users know, with settings to build them with."""
+"""The names of our options in TorchRL's groups, and settings that build each option."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrl_lightning._hydra.schemas import TORCHRL_GROUPS, schema_data
 SPEC = "{_target_: torchrl.data.Unbounded, shape: [%d]}"
 OBSERVED = "{_target_: torchrl.data.Composite, observation: %s}"
 PRIORITIZED = ("max_capacity=20", "alpha=1.0", "beta=0.5")
-# What each option cannot do without, and keys, dtypes and numbers other than the defaults.
+# The required settings of each option, and keys, dtypes and numbers that differ from the defaults.
 SETTINGS: dict[tuple[str, str], tuple[str, ...]] = {
     ("storage", "frame"): ("max_size=8", "frame_stack=2"),
     ("storage", "ring"): ("max_size=8",),

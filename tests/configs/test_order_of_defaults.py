@@ -1,4 +1,4 @@
-"""``defaults`` decide by their order between values of an app and options of TorchRL's groups, theirs and ours."""
+"""The order of ``defaults`` decides between an app's values and an option's values, for TorchRL's options and ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every option is composed and built: alone with keys and dtypes as YAML writes them, and in buffers of both houses."""
+"""Each option can be built from YAML values, by itself and inside buffers of TorchRL and of this package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kit.rows import numbered
 from torchrl_lightning import ExperienceBuffer, RingStorage, RolloutStorage, RolloutWriter
 
 READ = {"[ours,key]": ("ours", "key"), "[[ours,key]]": (("ours", "key"),), "float32": torch.float32}
-# How a part tells a setting, where not by its name.
+# The attribute that stores a setting, if it has another name.
 TOLD = {
     "experience num_envs": "writer.num_envs",
     "model_based size": "max_size",
@@ -24,7 +24,7 @@ TOLD = {
     "simple size": "max_size",
 }
 UNTOLD = {"observation_spec", "action_spec", "data_spec"}
-# What each sampler needs in a buffer.
+# The settings that each sampler requires in a buffer.
 SAMPLERS = {"uniform": (), "prioritized": PRIORITIZED, "sequence": ("batch_length=3",), "recent": ()}
 HOUSES = {"torchrl": ("tensordict", "lazy_tensor"), "ours": ("torchrl_lightning_experience", "torchrl_lightning_ring")}
 

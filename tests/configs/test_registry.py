@@ -17,7 +17,7 @@ from configs.settings import GROUPS, NAMES, SETTINGS, node_of
 
 
 def plain(value: Any) -> Any:
-    """Values as a config writes them: keys are lists and no tuples, dtypes their names."""
+    """Return the value as a config writes it: lists for tuples, names for dtypes."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return [plain(part) for part in value] if isinstance(value, list | tuple) else value
@@ -72,7 +72,7 @@ def test_node_has_the_constructors_arguments_with_the_same_defaults_and_is_of_to
 
 
 def test_examples_in_docstrings():
-    # Not collected with the other examples: pytest would import TorchRL's groups before any test has begun.
+    # pytest must not collect these examples, because it would import TorchRL's groups before the first test.
     package = importlib.import_module("torchrl_lightning.configs")
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         assert doctest.testmod(importlib.import_module(module.name)).failed == 0

@@ -1,4 +1,4 @@
-"""What a policy computes from tensors to tensors is what it does; how it becomes a file is tested with the command."""
+"""The exported program of a policy returns the policy's actions. The tests of the command check the written files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def agent(name: str) -> tuple[Any, EnvironmentSpecs]:
 
 
 def normalised(policy: Any, specs: EnvironmentSpecs) -> LoadedPolicy:
-    """Lay a normaliser of uneven moments around a policy."""
+    """Return the policy with a normaliser that has different moments for each entry."""
     normalizer = ObservationNormalizer(specs, True, 3.0)
     rows = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)) * torch.tensor([0.1, 1.0, 10.0, 100.0]) + 7
     normalizer.advance({"observation": Moments.from_samples(rows)})

@@ -1,4 +1,4 @@
-"""An exported file is fed as the page says: observations by name, then the states, as the file's metadata repeats."""
+"""An exported file takes observations by name, then states, in the order of the page and the file's metadata."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ NETWORKS = {"mlp": MLPNetwork([8]), "gru": RecurrentNetwork("gru", 8), "lstm": R
 
 
 def make_policy(space: spaces.Space[Any], network: Any, kind: Any = PPOModule) -> LoadedPolicy:
-    """Build a policy with large weights, whose actions depend on each entry."""
+    """Build a policy with large weights, so that its actions depend on each entry."""
 
     class Env(gym.Env[Any, Any]):
         observation_space, action_space = space, spaces.Discrete(4)
@@ -74,7 +74,7 @@ def make_policy(space: spaces.Space[Any], network: Any, kind: Any = PPOModule) -
 
 
 def observations(space: spaces.Space[Any], seed: int) -> Any:
-    """Draw a batch of the space, in dictionaries like the space."""
+    """Sample a batch of observations with the nesting of the space."""
     if isinstance(space, spaces.Dict):
         return {name: observations(part, seed + place) for place, (name, part) in enumerate(space.items())}
     space.seed(seed)
@@ -85,7 +85,7 @@ def observations(space: spaces.Space[Any], seed: int) -> Any:
 
 
 def run_file(path: Path, form: str) -> tuple[Any, dict[str, Any]]:
-    """Load a file by the page's text; return a function of its positional inputs, and its metadata."""
+    """Load a file with the page's code; return a function of its positional inputs, and its metadata."""
     if form == "torch":
         extra = {"policy.json": ""}
         program: Any = torch.export.load(path, extra_files=extra).module()
@@ -129,7 +129,7 @@ def test_file_is_fed_by_the_text_of_the_page(space: str, network: str, form: str
 
 
 def graph(inputs: Any, nodes: Any, outputs: Any, initializers: Any = ()) -> SimpleNamespace:
-    """Stand in for an ONNX graph; a node has the names of inputs and outputs, and perhaps a subgraph."""
+    """Build a fake ONNX graph; a node has the names of its inputs and outputs, and optional subgraphs."""
     named = [[SimpleNamespace(name=name) for name in names] for names in (inputs, outputs, initializers)]
     empty = SimpleNamespace(input=(), output=(), value_info=(), initializer=(), node=())
     made = [

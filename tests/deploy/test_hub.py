@@ -1,4 +1,4 @@
-"""Policies as folders of plain files and as repositories of a hub, for which a folder stands here."""
+"""Policies are stored as folders of plain files and as hub repositories. A local folder replaces the hub."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FILES = ["README.md", "config.json", "model.safetensors"]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with a memory and normalised observations, and its score."""
+    """Return the folder of a run with a recurrent network, normalised observations and a final score."""
     folder = tmp_path_factory.mktemp("run")
     sizes = {"num_envs": 2, "frames_per_batch": 32, "num_mini_batch": 1, "num_epochs": 1, "seed": 0}
     data = OnPolicyDataModule("CartPole-v1", normalize_observation=True, **sizes)
@@ -98,7 +98,7 @@ def test_card_contains_score_settings_and_commands(saved):
 
 
 class Hub:
-    """A folder in place of the hub."""
+    """A client that stores repositories in a local folder."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.fetched = root, []
@@ -142,7 +142,7 @@ def test_policy_is_uploaded_and_downloaded_unchanged(run, hub):
 
 
 class HubError(OSError):
-    """An error of the client with the answer of the hub, as HfHubHTTPError."""
+    """A client error with the hub's response, like HfHubHTTPError."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"{status} Client Error for url: https://hub/api\n\n\x1b[31mThe hub says no.")

@@ -38,7 +38,7 @@ MODEL = {
 
 
 def train(path, module, *, config=None, env="CartPole-v1"):
-    """One rollout's training, and its checkpoint."""
+    """Train on one rollout and write a checkpoint; return the module and its data."""
     data = OnPolicyDataModule(env, num_envs=2, frames_per_batch=16, num_mini_batch=1, num_epochs=1, seed=0)
     callbacks = [] if config is None else [SaveConfig(OmegaConf.create({"data": {"env": env}, "model": config}))]
     run = trainer(max_epochs=1, limit_val_batches=0, callbacks=callbacks)
@@ -58,7 +58,7 @@ def best_actions(module, batch):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A checkpoint of the command, and the module and data of its run."""
+    """Return a checkpoint as the command writes it, and the module and data of its run."""
     path = tmp_path_factory.mktemp("trained") / "a.ckpt"
     return path, *train(path, PPOModule(MLPNetwork([4])), config=MODEL)
 
@@ -82,7 +82,7 @@ def test_checkpoint_of_the_command_is_sufficient(trained, tmp_path):
     assert torch.equal(actions, best_actions(module, batch))
     assert not any(parameter.requires_grad for parameter in policy.parameters())
     assert play_episodes("CartPole-v1", policy, 1, seed=0)["episode_length"] > 5
-    # One that samples is an option.
+    # deterministic=False samples actions.
     policy = load_policy(path, deterministic=False)
     assert len({str(policy(batch.copy())["action"].tolist()) for _ in range(5)}) > 1
 
@@ -113,7 +113,7 @@ def test_policy_acts_on_raw_observations(trained):
     assert action in {0: "left", 1: "right"}
     batch = observations()
     assert policy.act(batch["observation"].numpy(), starts=True).tolist() == policy(batch)["action"].tolist()
-    assert policy.act(first) == action  # no recurrent state is of another number of environments
+    assert policy.act(first) == action  # one row after a batch is accepted
     with pytest.raises(ValueError, match=r"has shape \[3\], expected \[4\]"):
         policy.act(first[:3])
 
@@ -126,7 +126,7 @@ def test_recurrent_policy_stores_its_states_or_takes_them(tmp_path):
     policy, other = (load_policy(tmp_path / "a.ckpt", make()) for _ in range(2))
     rows = observations()["observation"].numpy()
     states = []
-    for row in rows:  # states of episodes of three steps
+    for row in rows:  # each episode has three steps
         policy.act(row, starts=len(states) % 3 == 0)
         states.append(policy.state["recurrent_state"])
     for number, row in enumerate(rows):
@@ -218,13 +218,13 @@ def test_changed_bit_is_detected(tmp_path, stored):
     torch.save(stored, tmp_path / "b.ckpt")
     with pytest.raises(ValueError, match="'state_dict'"):
         load_policy(tmp_path / "b.ckpt")
-    # With a trainer of one's own, too.
+    # A user's own trainer also detects it.
     data = OnPolicyDataModule("CartPole-v1", num_envs=2, frames_per_batch=16, num_mini_batch=1, seed=0)
     again, run = PPOModule(MLPNetwork([4])), trainer(max_epochs=2)
     with pytest.raises(ValueError, match="damaged"):
         run.fit(again, datamodule=data, ckpt_path=tmp_path / "b.ckpt")
     torch.save({key: value for key, value in stored.items() if key != CHECKSUMS_KEY}, tmp_path / "b.ckpt")
-    load_policy(tmp_path / "b.ckpt")  # an earlier one has no checksums
+    load_policy(tmp_path / "b.ckpt")  # earlier versions stored no checksums
 
 
 def test_module_without_a_policy_is_named(tmp_path, stored):
@@ -261,7 +261,7 @@ def test_recipe_of_a_checkpoint_may_name_wrappers_but_none_that_writes_or_loads(
 
 
 def with_wrapper(name):
-    """What a checkpoint says of a run around whose environment a wrapper is laid."""
+    """Return the content of a checkpoint with this environment wrapper in its config."""
     env = {"_target_": "torchrl_lightning.EnvironmentRecipe", "wrappers": [{"_target_": name}]}
     return {CONFIG: {"data": {"_target_": "torchrl_lightning.OnPolicyDataModule", "env": env}}}
 
@@ -279,7 +279,7 @@ def test_recipe_of_a_checkpoint_may_name_the_wrappers_of_an_extra_where_it_is_in
 
 
 class Shifted(gymnasium.ObservationWrapper):
-    """A wrapper of one's own."""
+    """A user's own wrapper."""
 
     def observation(self, observation):
         return observation + 1

@@ -1,4 +1,4 @@
-"""The example's loop, which imports gymnasium and onnxruntime only, has the returns of an evaluation."""
+"""The example's loop imports only gymnasium and onnxruntime, and its returns equal the returns of an evaluation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EPISODES = 12
 
 
 class Turned(gym.Wrapper[Any, Any, Any, Any]):
-    """CartPole with a nested Dict against the alphabet, a number, float64, and actions that start at 3."""
+    """CartPole with an unsorted nested Dict space, a scalar entry, a float64 entry, and actions that start at 3."""
 
     def __init__(self) -> None:
         super().__init__(gym.make("CartPole-v1"))

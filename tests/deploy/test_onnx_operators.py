@@ -38,7 +38,7 @@ OPERATORS: dict[str, Callable[[Any], Any]] = {
 
 
 def run_onnx(function: Callable[..., Any], *inputs: torch.Tensor) -> list[Any]:
-    """Run a function by ONNX Runtime, translated as exported policies are."""
+    """Translate a function like an exported policy, and run it in ONNX Runtime."""
     import onnxruntime
 
     class Module(nn.Module):

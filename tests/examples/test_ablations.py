@@ -1,4 +1,4 @@
-"""The logs of what settings of a replay are worth, and the table that is made of them."""
+"""The logs of the replay ablations, and the guide's table that is built from them."""
 
 from __future__ import annotations
 

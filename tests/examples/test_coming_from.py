@@ -1,4 +1,4 @@
-"""The pages for those who come from another library: each documented name leads to one of ours, which is there."""
+"""The pages for users of other libraries map each documented name to an existing name of this package."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def names_in(cell: str) -> list[str]:
 
 
 def tables(page: str) -> dict[str, tuple[str, list[tuple[str, str]]]]:
-    """Map what a table is of to the class that it is here, and its rows' first cells."""
+    """Map the subject of each table to our class and to the first two cells of its rows."""
     found = {}
     for theirs, ours, body in re.findall(TABLE, (GUIDE / f"{page}.md").read_text(), flags=re.MULTILINE):
         rows = [tuple(each.strip() for each in re.split(r"(?<!\\)\|", row)[1:3]) for row in body.splitlines()]
@@ -36,14 +36,14 @@ def tables(page: str) -> dict[str, tuple[str, list[tuple[str, str]]]]:
 
 
 def takes(function: Any, names: str | None) -> bool:
-    """Whether a function has parameters of these names."""
+    """Return whether a function accepts parameters with these names."""
     wanted = {name for name in (names or "").split(", ") if name}
     parameters = inspect.signature(function).parameters if wanted else {}
     return wanted <= parameters.keys() or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def is_on_device(name: str, owner: str) -> bool:
-    """Whether a name leads somewhere: exported, or of the class that the table is about."""
+    """Return whether a name exists as a config option, an export, or an argument or member of the table's class."""
     if "=" in name:
         return name in CONFIGS
     match = re.fullmatch(NAME, name)

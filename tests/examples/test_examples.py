@@ -1,4 +1,4 @@
-"""Each example runs from another folder and ends with a number; few frames, so that no score is judged."""
+"""Each example runs from another folder and prints a number at its end. The runs are too short to check scores."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCRIPTS = (
 
 
 def run_example(script: str, *arguments: str, folder: Path) -> list[str]:
-    """Run it, and return the lines that it says."""
+    """Run an example; return the lines that it prints."""
     said = folder.with_name(f"{folder.name}-said")
     said.unlink(missing_ok=True)
     process = Forked(as_script(EXAMPLES / script, *arguments), folder, said=said, bare=True)
@@ -50,14 +50,14 @@ def run_example(script: str, *arguments: str, folder: Path) -> list[str]:
 def test_example_runs_and_ends_with_its_return(script, arguments, last_line, tmp_path):
     match = re.fullmatch(last_line, run_example(script, *arguments, folder=tmp_path)[-1])
     assert match is not None
-    # CartPole gives one a step; no policy falls at once, and an episode lasts 500 steps at most. A treasure is one.
+    # CartPole returns 1 per step for 5 to 500 steps. The treasure of own_environment.py is worth 1.
     low, high = (0, 1) if script == "own_environment.py" else (5, 500)
     assert low <= float(match[1]) <= high
 
 
 def test_learners_are_placed_by_ray_and_share_out_its_collectors(tmp_path):
     pytest.importorskip("ray")
-    pytest.importorskip("pyarrow")  # which ray[train] needs
+    pytest.importorskip("pyarrow")  # ray[train] requires it
     sizes = ("--learners", "2", "--collectors", "2", "--frames", "1024")
     last = run_example("ray_learners.py", *sizes, folder=tmp_path)[-1]
     assert re.fullmatch(r"mean return of 20 episodes: \d+\.\d \(1024 frames\)", last)
@@ -119,17 +119,17 @@ def test_continuous_cartpole_pushes_as_hard_as_the_action_says():
     for push in (0.0, 0.25, 0.5, 1.0, 3.0):
         env.reset(seed=0)
         speeds.append(env.step(np.array([push]))[0][1])
-    # Nothing is harder than 1.
+    # Larger actions are clipped to 1.
     np.testing.assert_allclose(
         np.subtract(speeds[1:], speeds[0]) / (speeds[3] - speeds[0]), [0.25, 0.5, 1.0, 1.0], 1e-4
     )
 
 
-SITE = {"constructors.py", "site.py"}  # which build the site
+SITE = {"constructors.py", "site.py"}  # these build the site
 
 
 def test_every_example_is_run_and_can_be_read_in_one_go():
-    # Those in extending/ have a test of their own, and .ci/run builds the site.
+    # test_extending.py runs the examples in extending/, and .ci/run builds the site.
     paths = [path for path in EXAMPLES.glob("**/*.py") if path.parent.name != "extending" and path.name not in SITE]
     lengths = {str(path.relative_to(EXAMPLES)): len(path.read_text().splitlines()) for path in paths}
     assert set(lengths) == set(SCRIPTS)

@@ -1,4 +1,4 @@
-"""A stranger's parts, each in a file of hers, work from YAML in the commands, with the checks and messages of ours."""
+"""A user's parts in separate files work from YAML in the commands, with the same checks and messages as our parts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TINY = ("data.num_envs=4", "data.eval_episodes=2", "eval_episodes=2", "logger=no
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of hers, into which runs are written."""
+    """Return a copy of the user's folder, because runs write into it."""
     return Path(shutil.copytree(EXTENDING, tmp_path / "hers", ignore=shutil.ignore_patterns("logs", "__pycache__")))
 
 
 def command(part: str) -> list[str]:
-    """Read the arguments that its docstring says."""
+    """Return the arguments of the command in the part's docstring."""
     said = ast.get_docstring(ast.parse((EXTENDING / f"{part}.py").read_text())) or ""
     return shlex.split(said.partition("torchrl-lightning-train ")[2])
 

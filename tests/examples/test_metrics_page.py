@@ -1,4 +1,4 @@
-"""The page of logged metrics has each column and its rule."""
+"""The page of logged metrics lists each column with its rule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMPOSED = {"demos/D_R", "demos/D_V", "collector/deaths", "collector/restarts", 
 
 
 def rows() -> list[tuple[str, str]]:
-    """Return the names and the rule of each row of the tables of columns."""
+    """Return the column names and the rule in each row of the page's tables."""
     cells = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     return [(row[0], row[2]) for row in cells]
 
@@ -27,7 +27,7 @@ def is_listed(name: str) -> bool:
 
 
 def literals() -> set[str]:
-    """Return the names of columns in the source code."""
+    """Return the column names in the source code."""
     return {name for path in PACKAGE.rglob("*.py") for name in COLUMN.findall(path.read_text())}
 
 

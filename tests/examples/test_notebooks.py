@@ -1,4 +1,4 @@
-"""The notebooks hold no outputs, and their code runs from the first cell to the last, with few frames."""
+"""The notebooks are stored without outputs, and their cells run in order with few frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The logs of the experiments' scores, and the table that is made of them."""
+"""The logs of the experiments' scores, and the guide's table that is built from them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_is_written_is_read_again_as_long_as_the_settings_are_the_same(tmp_
     yaml.write_text(yaml.read_text().replace("total_frames: 5", "total_frames: 6"))
     with pytest.raises(ResultsError, match=r"is of the settings \w+, the experiment has \w+\. Run it again: python"):
         read(path)
-    assert results.settings_of("ppod_minigrid_multiroom") != before  # which begins with this one
+    assert results.settings_of("ppod_minigrid_multiroom") != before  # it includes this one
 
 
 def test_share_that_succeeds_is_read_again_and_stands_behind_the_score(tmp_path):
@@ -66,7 +66,7 @@ def test_other_seeds_stay_in_the_same_settings(tmp_path):
     again = [replace(row, score=9.0) for row in seeds[2]]
     results.write(NAME, again, tmp_path)
     assert read(path) == seeds[0] + seeds[1] + again
-    results.write(NAME, seeds[0], tmp_path, settings="0123456789ab")  # which the others are not of
+    results.write(NAME, seeds[0], tmp_path, settings="0123456789ab")  # the stored rows have other settings
     assert read(path, "0123456789ab") == seeds[0]
 
 

@@ -1,4 +1,4 @@
-"""Experiments by Stable-Baselines3."""
+"""Stable-Baselines3 trains the experiments with the same settings."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_ppo_is_given_what_the_experiment_says():
 
 
 def test_replay_is_given_what_the_experiment_says():
-    told = Twin("sac_pendulum").arguments()  # four environments, an update a frame
+    told = Twin("sac_pendulum").arguments()  # four environments, one update per frame
     assert (told["train_freq"], told["gradient_steps"]) == ((1, "step"), 4)
     assert (told["batch_size"], told["learning_starts"], told["buffer_size"]) == (128, 1000, 50_000)
     assert (told["ent_coef"], told["tau"]) == ("auto_1.0", 0.005)
@@ -63,7 +63,7 @@ def test_replay_is_given_what_the_experiment_says():
 
 
 def test_dqn_is_given_what_the_experiment_says():
-    told = Twin("dqn_mountaincar").arguments()  # 16 frames, then as many updates as are due
+    told = Twin("dqn_mountaincar").arguments()  # 8 updates after every 16 frames
     assert (told["train_freq"], told["gradient_steps"]) == ((16, "step"), 8)
     assert told["target_update_interval"] == 600  # frames
     assert (told["exploration_fraction"], told["exploration_final_eps"]) == (0.2, 0.07)
@@ -122,21 +122,21 @@ class _Nowhere(Env[Any, Any]):
 
 
 def _actor(actor: Any, of: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Return tensors of their actor in the order and the shapes of our parameters."""
+    """Return tensors of their actor in the order and with the shapes of our parameters."""
     heads = (actor.mu, actor.log_std)
     last = [torch.cat([of(getattr(head, kind)) for head in heads]) for kind in ("weight", "bias")]
     return [*(of(each) for each in actor.latent_pi.parameters()), *last]
 
 
 def _critics(critic: Any, of: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Return those of their critics so."""
+    """Return tensors of their critics in the order and with the shapes of our parameters."""
     same = [[each[layer] for each in critic.q_networks] for layer in (0, 2)]
     weights = [torch.stack([of(layer.weight).T for layer in layers]) for layers in same]
     return [*weights, *(torch.stack([of(layer.bias)[None] for layer in layers]) for layers in same)]
 
 
 def test_sac_has_their_gradients(monkeypatch):
-    """From the same weights, on the same transitions and by the same noise."""
+    """Compare gradients from the same weights, transitions and noise."""
     torch.manual_seed(0)
     specs = specs_of(Bounded(-torch.ones(2), torch.ones(2)))
     ours = SACModule(MLPNetwork([8], "relu"), alpha=0.3).build(specs)
@@ -174,7 +174,7 @@ def test_sac_has_their_gradients(monkeypatch):
     their.set_logger(Logger(None, []))
     their.train(1)
     gradient = found.__getitem__
-    # They halve the critics' losses, which Adam does not see.
+    # They halve the critics' losses, which does not change Adam's updates.
     critics = [2.0 * value for value in _critics(their.critic, gradient)]
     for own, values in ((ours.actor_network, _actor(their.actor, gradient)), (ours.critics, critics)):
         for each, value in zip(own.parameters(), values, strict=True):

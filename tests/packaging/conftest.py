@@ -1,4 +1,4 @@
-"""Two fresh environments with the package: one from a wheel, one editable; all else comes from this interpreter."""
+"""Build two environments with the package, from a wheel and editable. This interpreter provides the other packages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 @dataclass(frozen=True)
 class Installation:
-    """An environment in which only torchrl-lightning itself is installed, and a folder that is not the checkout."""
+    """An environment into which only torchrl-lightning is installed, and a folder outside the checkout."""
 
     root: Path
     elsewhere: Path
@@ -35,7 +35,7 @@ class Installation:
 
 
 def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    # PYTHONPATH would show the checkout to the environments that are to do without it.
+    # With PYTHONPATH, the environments would import the package from the checkout.
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PIP_"))}
     done = subprocess.run(
         [str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
@@ -45,7 +45,7 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def make_environment(root: Path) -> Installation:
-    """Makes a venv that sees the running interpreter's packages, but not their .pth files: no editable install."""
+    """Create a venv with the running interpreter's packages, but without their .pth files and editable installs."""
     venv.create(root / "venv", with_pip=False, symlinks=os.name != "nt")
     elsewhere = root / "elsewhere"
     elsewhere.mkdir()
@@ -57,7 +57,7 @@ def make_environment(root: Path) -> Installation:
 
 
 def pip_install(installation: Installation, *arguments: str | Path) -> None:
-    # --ignore-installed: the package of the outer environment is visible, and is to be left alone.
+    # --ignore-installed: pip sees the package of the outer environment, but must not uninstall it.
     options = ("--quiet", "--no-deps", "--no-index", "--ignore-installed", "--no-build-isolation")
     python = ("--python", installation.bin / "python")
     run(*PIP, *python, "install", *options, *arguments, cwd=installation.elsewhere)

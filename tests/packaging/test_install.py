@@ -31,14 +31,14 @@ def test_wheel_carries_the_modules_the_hydra_tree_the_plugin_and_the_type_marker
     modules = {str(path.relative_to(PROJECT / "plugin")) for path in sources}
     assert "hydra_plugins/torchrl_lightning_searchpath/__init__.py" in modules
     assert tree | modules | {"torchrl_lightning/py.typed", "torchrl_lightning/_hydra/schemas.json"} <= names
-    # An __init__.py there would hide the Hydra plugins of all other distributions.
+    # An __init__.py in hydra_plugins would hide the Hydra plugins of all other distributions.
     assert "hydra_plugins/__init__.py" not in names
     roots = {name.split("/")[0] for name in names}
     assert {root for root in roots if not root.endswith(".dist-info")} == {"torchrl_lightning", "hydra_plugins"}
 
 
 def test_description_on_a_package_index_shows_nothing_broken(wheel: Path):
-    """Relative pictures and links do not travel: pictures are left out, and of links the words are kept."""
+    """Relative addresses do not work on a package index, so pictures are removed and links become plain text."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         metadata = message_from_string(archive.read(name).decode())
@@ -47,7 +47,7 @@ def test_description_on_a_package_index_shows_nothing_broken(wheel: Path):
     assert [link for link in re.findall(r"\]\(([^)]*)\)", description) if not link.startswith("https://")] == []
     assert "* **Start:** quickstart, concepts, choosing an algorithm and a buffer, experiments" in description
     assert metadata["Description-Content-Type"] == "text/markdown"
-    assert metadata.get_all("Project-URL") is None  # until there is a place
+    assert metadata.get_all("Project-URL") is None  # the project does not have a URL yet
     versions = {value.rsplit(" ", 1)[1] for value in metadata.get_all("Classifier") if "Python :: 3." in value}
     assert versions == {"3.11", "3.12", "3.13"}
 

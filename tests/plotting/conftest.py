@@ -1,4 +1,4 @@
-"""The fixtures of the commands, which the tests of pictures run."""
+"""Import the fixtures of the command tests, which the tests of plots use."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torchrl_lightning.plotting.trials import Trial, read_trials, table
 
 
 def write_run(folder: Path, score: float | None, *overrides: str, seed: int = 0, **choices: str) -> Path:
-    """Write what a job of a sweep leaves: an evaluation before the final one, and Hydra's record."""
+    """Write the files of a sweep's job: one evaluation, the final score if given, and Hydra's record."""
     (folder / "csv").mkdir(parents=True)
     last = "" if score is None else f"2048,,{score}\n"
     (folder / "csv" / "metrics.csv").write_text(f"step,eval/return,final/return\n1024,500.0,\n{last}")
@@ -45,7 +45,7 @@ def test_pictures_of_many_settings_and_budgets_have_room_for_their_panels(tmp_pa
 
 @pytest.fixture
 def sweep(tmp_path) -> Path:
-    """Two settings in a grid of two seeds, and one which is the same in all runs."""
+    """Return a sweep over two settings with two seeds each, and a third setting that is equal in all runs."""
     folder = tmp_path / "sweep_2026-01-01_00-00-00"
     settings = (("0.0001", "4", 100, 120), ("0.03", "4", 20, 30), ("0.0001", "10", 200, 180), ("0.03", "10", 5, 6))
     for number, (rate, epochs, *scores) in enumerate(settings):
@@ -125,7 +125,7 @@ def test_runs_with_defaults_are_included_and_run_limits_distinguished(tmp_path, 
     for number, (frames, rate) in enumerate([(frames, rate) for frames in (1000, 9000) for rate in rates]):
         folder = write_run(
             tmp_path / str(number), float(number), *rate
-        )  # the later ones are resumed: told nothing of it
+        )  # no override sets total_frames, as in a resumed run
         config = folder / ".hydra" / "config.yaml"
         settings = {"model": {"learning_rate": 0.0003}, "data": {"total_frames": frames}}
         config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), **settings}))

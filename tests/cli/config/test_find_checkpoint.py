@@ -1,4 +1,4 @@
-"""``ckpt_path=auto`` resumes the checkpoint of the same run with the most frames, and says why others are not used."""
+"""``ckpt_path=auto`` resumes the run's checkpoint with the most frames and prints why it skips others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GIVEN = [*TINY, "data.total_frames=256", "eval_episodes=1", "logger=none", "seed
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with one run."""
+    """Return a working directory that contains one run."""
     folder = tmp_path_factory.mktemp("trained")
     assert call("train", *GIVEN, cwd=folder).returncode == 0
     return folder
@@ -45,7 +45,7 @@ def chosen(home: Path) -> tuple[Path | None, str]:
 
 
 def with_frames(path: Path, frames: int, into: Path, age: int = 0) -> None:
-    """Write a checkpoint as after so many frames, ``age`` seconds ago."""
+    """Write a checkpoint with this number of frames and a modification time ``age`` seconds in the past."""
     stored = torch.load(path, weights_only=True)
     stored.pop("checksums")
     stored["OnPolicyDataModule"]["ranks"][0]["frames"] = frames
@@ -140,7 +140,7 @@ DAMAGE: dict[Callable[[Path], None], str] = {
 
 
 def check_unused(home: Path, damage: Callable[[Path], None], reason: str) -> None:
-    """A damaged run is named with the reason; it neither stops the command, nor hides another run."""
+    """Check that the command names a damaged run with the reason, and still finds another run."""
     folder = run_folder(home)
     other = folder.with_name("1999-01-01_00-00-00")
     shutil.copytree(folder, other)

@@ -1,4 +1,4 @@
-"""A run starts with the weights and moments of another, or says in one line what does not fit."""
+"""``init_from`` starts a run with another run's weights and moments, or exits with a one-line error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUIET = ["logger=none", "eval_episodes=1", "data.eval_episodes=1"]
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that normalised."""
+    """Return the folder of a run that normalised observations and rewards."""
     folder = tmp_path_factory.mktemp("first")
     done = call("train", *TINY, *NORMALISED, "data.total_frames=256", "seed=3", "hydra.run.dir=run", cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -37,7 +37,7 @@ def moments(folder: Path, name: str = "last") -> dict:
     return stored(folder, name)["OnPolicyDataModule"]["normalization"]
 
 
-# Another environment of the same kind, its own schedule, rate and optimizer.
+# The second run has another time limit, schedule, learning rate and seed than the first one.
 TUNED = [
     *(
         "data.env={_target_:torchrl_lightning.EnvironmentRecipe,id:CartPole-v1,time_limit:50}",
@@ -69,7 +69,7 @@ def test_run_with_frozen_moments_can_be_resumed(first, run, tmp_path):
     assert f"starts with the weights and moments of {first}/checkpoints/best.ckpt\n" in said
     check_begun(first, tmp_path / "whole")
     run("train", *given, "trainer.max_epochs=2", "hydra.run.dir=half")
-    (first / "checkpoints").rename(tmp_path / "gone")  # a resumed run needs it no more
+    (first / "checkpoints").rename(tmp_path / "gone")  # a resumed run does not read init_from
     try:
         resumed = ["ckpt_path=half/checkpoints/last.ckpt", "trainer.max_epochs=-1", "hydra.run.dir=rest"]
         assert "begins with" not in run("train", *resumed).stdout

@@ -1,4 +1,4 @@
-"""A part gets another class from a command line or a file: only what was written for the new one remains."""
+"""If a part gets another class, it keeps only the settings for the new class."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOTE = "note: ignored settings of replaced parts: "
 
 
 def composed(folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
-    """Compose the runs of a command line; return their configs and what was said."""
+    """Compose the runs of a command line; return their configs and the content of stderr."""
     runs: list[dict[str, Any]] = []
 
     def task(cfg: Any) -> float:
@@ -52,7 +52,7 @@ def part(config: dict[str, Any], path: str) -> Any:
     return {key: value for key, value in node.items() if key not in ("_partial_", "_convert_")}
 
 
-# Each part by the groups that hold it, and settings of it that files write.
+# part: the groups that contain it, and one of its settings in our YAML files
 PARTS = {
     "data.buffer.storage": ("data=uniform", "max_size"),
     "data.buffer.sampler": ("data=uniform", "with_replacement"),

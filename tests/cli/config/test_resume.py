@@ -1,4 +1,4 @@
-"""A resumed run trains with the settings of its checkpoint and what its own command changes, and says so everywhere."""
+"""A resumed run combines its checkpoint's settings with its own command line, and records the result everywhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GIVEN = [*TINY, "model.clip_epsilon=0.1", "model.learning_rate=0.0005", "model/n
 
 @pytest.fixture(scope="module")
 def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that was stopped after half its frames."""
+    """Return the folder of a run that stopped after half of its frames."""
     folder = tmp_path_factory.mktemp("half")
     done = call("train", *GIVEN, "trainer.max_epochs=2", cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -58,7 +58,7 @@ def test_several_values_without_multirun_are_checked_against_the_checkpoint(run,
     few = ["data.total_frames=300", "data.warmup_frames=200", "eval_episodes=1", "logger=none"]
     run("train", "experiment=dqn_cartpole", *few, "hydra.run.dir=dqn")
     resumed = f"ckpt_path={checkpoint_of(tmp_path / 'dqn')}"
-    assert "need --multirun" in composed(run, resumed, "model.tau=0.1,0.2", expect=1)  # PPO, the default, has no tau
+    assert "need --multirun" in composed(run, resumed, "model.tau=0.1,0.2", expect=1)  # the default PPO lacks tau
     assert "did you mean model.tau?" in composed(run, resumed, "model.taw=0.1,0.2", expect=1)
 
 
@@ -91,7 +91,7 @@ def test_resumed_run_trains_with_its_own_settings_and_says_so_everywhere(half, r
     assert recorded["data"]["seed"] == "${seed}"
     assert logged["callbacks"]["last"]["dirpath"] == str(folder / "checkpoints")
     assert stored["command"]["overrides"] == list(overrides)
-    # Its curve continues that of the first half, under the settings that both have.
+    # The second half continues the curve of the first half, labelled with the settings of both runs.
     (curve,) = read_source(folder, "train/grad_norm", "step")
     assert curve.x.tolist() == [128.0, 256.0, 384.0]
     assert "model.clip_epsilon=0.1" in curve.label
@@ -105,7 +105,7 @@ def test_explicit_rate_and_schedule_win_over_the_restored_ones(changed, half, ru
     assert ("model.learning_rate: 0.0005 in the checkpoint, 0.0001 now" in done.stdout) is bool(changed)
     (optimizer,) = load(tmp_path / "second")["optimizer_states"]
     (group,) = optimizer["param_groups"]
-    # The third of four rollouts begins with half of the linear schedule.
+    # The third of four rollouts starts at half of the linear schedule.
     assert (group["initial_lr"], group["lr"]) == ((0.0001, 0.0001) if changed else (0.0005, 0.00025))
 
 

@@ -1,4 +1,4 @@
-"""Each run of a sweep is composed with its own groups; options may come anywhere."""
+"""Each run of a sweep is composed with its own groups; flags like --multirun may be anywhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchrl_lightning.cli.error_messages import read_options
 
 
 def sweep(folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
-    """Compose the runs of a command line; return what each was composed of, and the error, if there is one."""
+    """Compose the runs of a command line; return the config, groups and folder of each, and the error or ''."""
     runs: list[dict[str, Any]] = []
 
     def task(cfg: Any) -> float:

@@ -1,4 +1,4 @@
-"""A search by Optuna: its study stays, goes on, and ends what does badly."""
+"""An Optuna search stores its study, continues it in a second command, and ends bad runs early."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from torchrl_lightning.plotting.trials import read_trials, table
 
 optuna = pytest.importorskip("optuna")
 pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-# Optuna 2, which Hydra's sweeper asks for, speaks to SQLAlchemy 1.
+# Hydra's sweeper requires Optuna 2, which uses deprecated functions of SQLAlchemy.
 pytestmark = pytest.mark.filterwarnings("ignore:Deprecated API features detected")
 
-# Nobody falls within six steps: the return is the limit of time.
+# The pole cannot fall within six steps, so the return of an episode is its time limit.
 SEARCH = ["hparams_search=optuna", "hydra.sweeper.study_name=limits", "data.env.time_limit=range(1,6)"]
 SEARCH += ["env=recipe", "data.env.id=CartPole-v1", "callbacks.report.pruner.n_startup_trials=1", *TINY]
 STEPS = (256, 512)
 
 
 def ends(limits: list[int]) -> list[int | None]:
-    """Say after how many frames the median rule ends each trial; not where it ends by itself."""
+    """Return the frames after which the median rule ends each trial, or None for a complete trial."""
     found: list[int | None] = []
     for number, limit in enumerate(limits):
         reached = [

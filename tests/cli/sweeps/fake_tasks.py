@@ -1,4 +1,4 @@
-"""Sweeps and searches of a task that does not train."""
+"""Run sweeps and searches with a task that does not train."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ def sweep(folder: Path, task: Any, *arguments: str, full: bool = False) -> tuple
             status = end.code
         finally:
             if "hydra/launcher=joblib" in arguments:
-                get_reusable_executor().shutdown(wait=True)  # the workers keep the environment of their start
+                get_reusable_executor().shutdown(wait=True)  # workers keep their first environment variables
     lines = complained.getvalue().splitlines()
     return (1, [*lines, status]) if isinstance(status, str) else (status, lines)

@@ -1,4 +1,4 @@
-"""An error of one job of a sweep is one line, whatever raises it; Ctrl-C and SIGTERM end the sweep."""
+"""Any error of a job becomes one line and the sweep continues; Ctrl-C and SIGTERM end the sweep."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Picky(Exception):
 
 
 class Interrupted:
-    """An object whose destructor gets Ctrl-C, which Python ignores there."""
+    """An object that gets Ctrl-C in its destructor. Python ignores the exception there."""
 
     def __del__(self) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""A search: each run knows its trial, each running trial belongs to a living process, and failed trials are counted."""
+"""A search gives each run its trial, fails running trials of dead processes, and counts failed trials."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from torchrl_lightning.cli.sweeps.search import Search, open_search, this_machin
 
 optuna = pytest.importorskip("optuna")
 pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-# Optuna 2, which Hydra's sweeper needs, works with SQLAlchemy 1.
+# Hydra's sweeper requires Optuna 2, which uses deprecated functions of SQLAlchemy.
 pytestmark = pytest.mark.filterwarnings("ignore:Deprecated API features detected")
 
 COMMAND = ["hparams_search=optuna", "hydra.sweeper.study_name=mine", "model.clip_epsilon=choice(0.1,0.2)"]
@@ -51,7 +51,7 @@ def search(folder: Path, task: Any, *arguments: str, **options: Any) -> tuple[in
 
 @contextmanager
 def opened(folder: Path, **settings: Any) -> Iterator[tuple[Search, Any]]:
-    """Open a search without Hydra; yield it and its study."""
+    """Open a search without Hydra; yield the search and its study."""
     sweeper = SimpleNamespace(
         storage=f"sqlite:///{folder}/study.db", study_name="mine", n_trials=9, max_failure_rate=1.0, **settings
     )
@@ -109,7 +109,7 @@ def test_name_of_a_folder_is_unique_and_belongs_to_the_job(tmp_path: Path) -> No
 
 
 def failing(*numbers: int) -> Callable[[Any], float]:
-    """Return a task that fails for some trials, each time in another way."""
+    """Return a task that fails for these trials: by NaN, by an exit or by an exception."""
 
     def task(cfg: Any) -> float:
         number: int = HydraConfig.get().callbacks.search.trial
@@ -246,7 +246,7 @@ def test_signal_ends_the_search_and_its_processes(number: int, launcher: list[st
             os.kill(pid, signal.SIGKILL)
     assert status in (128 + number, -number)
     assert "Traceback" not in process.said
-    if status > 0:  # without a trainer, SIGTERM ends a process at once
+    if status > 0:  # without a trainer, SIGTERM kills a process
         assert {trial.state for trial in study_of(tmp_path).trials} == {FAIL}
     assert search(tmp_path, lambda cfg: 1.0, "hydra.sweeper.n_trials=1")[0] == 0
     assert RUNNING not in {trial.state for trial in study_of(tmp_path).trials}
@@ -367,7 +367,7 @@ def test_enqueued_trial_gets_one_process(tmp_path: Path) -> None:
     with pytest.warns(optuna.exceptions.ExperimentalWarning):
         study.enqueue_trial({"x": 0.5})
     with opened(tmp_path) as (first, first_study), opened(tmp_path) as (second, second_study):
-        assert len(first_study.trials) == len(second_study.trials) == 1  # both have seen the waiting trial
+        assert len(first_study.trials) == len(second_study.trials) == 1  # both processes have loaded the waiting trial
         with mock.patch.object(type(second_study._storage), "read_trials_from_remote_storage"):
             trials = [first_study.ask(), second_study.ask()]
         assert [trial.number for trial in trials] == [0, 1]
