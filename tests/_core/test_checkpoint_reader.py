@@ -1,4 +1,4 @@
-"""The reader of checkpoints reads what torch.save writes of plain values, and refuses what costs more than the file."""
+"""The checkpoint reader loads plain values from torch.save, and rejects content that costs more than the file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def rewritten(
     compression: int = zipfile.ZIP_STORED,
     more: dict[str, bytes] | None = None,
 ) -> io.BytesIO:
-    """Return a file of torch.save with another pickle, or with more records."""
+    """Return a file of torch.save with another pickle or with additional records."""
     target, source = io.BytesIO(), zipfile.ZipFile(saved({"x": torch.zeros(8)} if content is None else content))
     with source, zipfile.ZipFile(target, "w", compression) as archive:
         for record in source.infolist():
@@ -137,7 +137,7 @@ def test_mapped_tensors_keep_shared_storage_and_leave_the_file_unchanged(tmp_pat
 
 # -- hostile files ---------------------------------------------------------------------------------------------------
 class Assembled:
-    """Pickle a tensor by arguments of one's own."""
+    """An object that is pickled as a tensor with arbitrary arguments."""
 
     def __init__(self, *arguments: Any, function: Any = torch._utils._rebuild_tensor_v2) -> None:
         self.function, self.arguments = function, arguments
@@ -147,7 +147,7 @@ class Assembled:
 
 
 class Stored:
-    """A storage in a pickle: class, key and number of elements."""
+    """A reference to a storage in a pickle: class, key and number of elements."""
 
     def __init__(self, kind: Any = torch.FloatStorage, key: Any = "0", count: Any = 8) -> None:
         self.described = ("storage", kind, key, "cpu", count)
@@ -173,7 +173,7 @@ def operations(*codes: bytes) -> bytes:
 
 
 def pickled_call(name: str, *arguments: Any) -> bytes:
-    """Return a pickle that calls a name."""
+    """Return a pickle that calls the named function."""
     module, _, attribute = name.rpartition(".")
     inner = pickle.dumps(arguments, 2)[2:-1]
     return operations(f"c{module}\n{attribute}\n".encode(), inner, b"R")
@@ -247,7 +247,7 @@ PICKLES: dict[str, bytes] = {
 
 
 def measured(action: Callable[[], Any]) -> tuple[float, float]:
-    """Return how many MB more than before a refused action took at most, and its processor time."""
+    """Return the growth of peak memory in MB and the processor time of an action that raises ValueError."""
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(ValueError, match=r".") as raised:
         action()

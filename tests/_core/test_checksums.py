@@ -73,10 +73,10 @@ def test_flipped_bit_raises_instead_of_changing_a_weight():
         try:
             loaded = torch.load(io.BytesIO(data), weights_only=True)
             verify_checksums(loaded, "a.ckpt")
-        except Exception:  # the readers of zip and pickle raise anything
+        except Exception:  # the zip and pickle readers raise errors of many types
             num_errors += 1
         else:
-            # A bit of a name changes it wherever it stands: then the entry is missing.
+            # A changed bit in a name renames all its occurrences, so the entry is missing.
             for name in {"state_dict", "optimizer_states"} & set(loaded):
                 assert checksum(loaded[name]) == checksum(STATE[name])
     assert num_errors > 50

@@ -1,4 +1,4 @@
-"""Files appear whole or not at all, and a part's state comes back from them."""
+"""Files are written completely or not at all, and a stored state loads unchanged."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     for name in ("state-0123456789abcdef.bin", ".state-0123456789abcdef.bin.fedcba9876543210.tmp"):
         (tmp_path / "state" / name).touch()
     (tmp_path / "state" / ".state.json.fedcba9876543210.tmp").touch()
-    (tmp_path / "state" / "notes.txt").touch()  # not ours
+    (tmp_path / "state" / "notes.txt").touch()  # a file of a user
     write_state_folder(tmp_path / "state", {"a": 2})
     names = sorted(path.name for path in (tmp_path / "state").iterdir())
     assert names[0] == "notes.txt"
@@ -73,7 +73,7 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
 
 
 def test_state_folder_round_trip(tmp_path: Path) -> None:
-    # A single number out of a column has the column's stride, though it is contiguous.
+    # A slice with one number of a column is contiguous, but has the stride of the column.
     number = torch.arange(8).reshape(4, 2)[1:2, 1]
     state = {"rows": torch.arange(3), "number": number, "nested": {"number": 0.5, "pair": (1, None)}}
     write_state_folder(tmp_path / "state", state)
@@ -90,7 +90,7 @@ def test_leftovers_are_removed_at_the_next_save_but_files_in_use_stay(tmp_path: 
         (tmp_path / name).touch()
     with replaced_files(tmp_path / "one") as (one,):
         one.write(b"1")
-        write_state_folder(tmp_path / "state", {"a": 1})  # by another process, say
+        write_state_folder(tmp_path / "state", {"a": 1})  # another process may save at the same time
         (tmp_path / LEFT).touch()
         with replaced_files(tmp_path / "two"):
             pass

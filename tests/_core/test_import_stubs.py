@@ -1,4 +1,4 @@
-"""A module that a stub replaced while others were imported is the real module afterwards, wherever it was named."""
+"""After the imports, every name that was bound to a stub refers to the real module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run writes beside observations has a reserved name."""
+"""The keys that a run writes in addition to observations are reserved."""
 
 from __future__ import annotations
 

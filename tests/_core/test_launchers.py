@@ -1,4 +1,4 @@
-"""Strategies that fork or spawn a trainer lose what it trains; they are refused, and their remedies train."""
+"""Strategies that fork or spawn lose the trained module: they raise an error, and the suggested settings train."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ RUNS: dict[str, Callable[[], tuple[Any, Any]]] = {
 
 
 def refused(folder: Path, strategy: Any, call: Callable[[L.Trainer, Any, Any], Any], run: Any = ppo, **own: Any) -> str:
-    """Return the message; nothing was started or built."""
+    """Check that the call raises before it starts or builds anything; return the message."""
     module, data = run()
     running = multiprocessing.active_children()
     with pytest.raises(IncompatibleError, match=r"^strategy must .* got DDPStrategy") as error:
@@ -125,13 +125,13 @@ def test_only_ranks_that_lightning_starts_restart_the_script(monkeypatch: pytest
         assert restarts_script(trainer(devices=devices, strategy=strategy))
     for devices, strategy in ((1, "auto"), (1, "ddp"), (2, "ddp_spawn")):
         assert not restarts_script(trainer(devices=devices, strategy=strategy))
-    monkeypatch.setenv("LOCAL_RANK", "0")  # as in a process that another launcher has started
+    monkeypatch.setenv("LOCAL_RANK", "0")  # as in a process of another launcher
     assert not restarts_script(trainer(devices=2, strategy="ddp"))
 
 
 def test_one_device_is_the_remedy_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
-    assert "strategy='auto' and devices=1 in a notebook" in refused(tmp_path, "auto", fit)  # Lightning forks there
+    assert "strategy='auto' and devices=1 in a notebook" in refused(tmp_path, "auto", fit)  # a notebook forks
     module, data = PPOModule(NETWORK), rollouts(total_frames=64)
     trainer(tmp_path, devices=1, strategy="auto", limit_val_batches=0).fit(module, datamodule=data)
     assert data.frames == 64

@@ -1,4 +1,4 @@
-"""Processes end with the one that started them, whatever their environments do, and when they are told to."""
+"""Processes end with their parent process or on request, whatever their environments do."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_workers_end_with_their_parent_while_an_environment_hangs(kind: str, in_
 
 
 def end_with_its_leader(process: Forked) -> None:
-    """Kill the first process of a session when another one hangs."""
+    """Kill the first process of a session while another one hangs; check that all processes end."""
     try:
         process.waits_for(lambda: "hangs" in process.said, 30)
         assert len(members(process.pid)) > 1

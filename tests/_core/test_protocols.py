@@ -1,4 +1,4 @@
-"""Objects of users may lack abilities; what they have is called, and its mistakes are shown."""
+"""Objects of users may lack optional methods; existing methods are called, and their errors are raised."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class MistakenDQN(DQNModule):
 
 
 class MistakenCollector:
-    """A collector of a user."""
+    """The collector of a user, without optional methods."""
 
     def __init__(self, policy) -> None:
         self._inner = GymnasiumCollector("CartPole-v1", policy, num_envs=4, frames_per_batch=64)

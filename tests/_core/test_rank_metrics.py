@@ -1,4 +1,4 @@
-"""Numbers of several ranks are combined to the numbers of all samples."""
+"""Metrics of several ranks are combined into the metrics of all samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agreement of ranks to stop, with a peer that this process plays."""
+"""Ranks agree to stop; this process simulates the other rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals")
 
 
 class Ranks:
-    """This rank and its peer, whose reduced values are ``peer``: priority, not done, elapsed seconds."""
+    """This rank and its simulated peer, with the values ``peer``: priority, not done, elapsed seconds."""
 
     def __init__(self) -> None:
         self.stop, self.peer, self.reductions = RankStop(), [0.0, 1.0, 0.5], 0
@@ -99,7 +99,7 @@ def test_second_signal_ends_the_process_and_repeated_deliveries_do_not(
     ended: list[int] = []
     killed: list[str] = []
     monkeypatch.setattr(module.os, "_exit", ended.append)
-    ranks.stop._launched.append(SimpleNamespace(kill=lambda: killed.append("rank 1")))  # it may be suspended
+    ranks.stop._launched.append(SimpleNamespace(kill=lambda: killed.append("rank 1")))  # the rank may be suspended
     clock = iter([10.0, 10.5, 12.0])
     monkeypatch.setattr(module, "monotonic", lambda: next(clock))
     ranks.stop._note(signal.SIGTERM)
@@ -112,7 +112,7 @@ def test_second_signal_ends_the_process_and_repeated_deliveries_do_not(
 
 
 def test_end_restores_no_handler_that_the_trainer_has_replaced(ranks: Ranks) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # at the end of a fit, Lightning restores its handlers first
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Lightning restores its handlers first at the end of a fit
     ranks.stop.end(ranks)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -126,7 +126,7 @@ def test_signal_after_the_last_agreement_raises_after_the_run(ranks: Ranks, numb
     ranks.stop.end(ranks)
     with pytest.raises(error):
         ranks.stop.raise_pending()
-    ranks.stop.raise_pending()  # once
+    ranks.stop.raise_pending()  # a second call does not raise
 
 
 def test_single_rank_keeps_its_handlers() -> None:

@@ -1,4 +1,4 @@
-"""Values of several ranks, exchanged by real processes."""
+"""Two real processes exchange values as ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchrl_lightning._core import ranks
 from torchrl_lightning._core.ranks import all_gather
 
 SIZES = [(0, 0), (3, 5), (8000, 8200), (10, 20000), (50000, 1), (0, 10)]
-"""Numbers of bytes of the two ranks; a value of up to about 8 kB needs one operation."""
+"""Number of bytes on each of the two ranks; a value of up to about 8 kB needs one operation."""
 
 
 def exchange(rank: int, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Returns, which are sums of rounded rewards, compared with thresholds."""
+"""Comparisons of returns with thresholds tolerate the rounding of summed rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings as fields: written once, inherited, checked before anything is built, and shown."""
+"""Settings are class fields that are inherited, validated before a build, and printed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_settings_are_inherited_after_own_settings():
         3e-4,
     )
     assert inspect.signature(Part.__init__).parameters["most"] == parameters["most"]
-    assert typing.get_type_hints(Part.__init__)["learning_rate"] is float  # for readers that know no checks
+    assert typing.get_type_hints(Part.__init__)["learning_rate"] is float  # for tools that ignore validators
 
 
 def test_arguments_and_defaults_are_stored():
@@ -73,7 +73,7 @@ def test_arguments_and_defaults_are_stored():
     assert (part.kind, part.double_q, part.most, part.learning_rate, part.began) == ("a", False, 3, 1e-3, True)
     assert (other.network, other.names, other.double_q, other.most) == (None, [], True, None)
     assert other.names is not part.names
-    assert part.double().weight.dtype.itemsize == 8  # the module's own method of this name
+    assert part.double().weight.dtype.itemsize == 8  # the method of the module, not the setting
 
 
 @pytest.mark.parametrize(
@@ -242,12 +242,12 @@ def test_alias_names_the_argument_of_a_private_setting():
 
 OTHER_NAMES = {
     "double": "double_q",  # a method of torch's modules
-    "compile": "compiled",  # likewise
-    "buffer": "make_buffer",  # ``buffer`` is the one that was built
-    "source": "make_source",  # likewise
-    "collector": "make_collector",  # likewise
+    "compile": "compiled",  # a method of torch's modules
+    "buffer": "make_buffer",  # ``buffer`` is the built buffer
+    "source": "make_source",  # ``source`` is the built source
+    "collector": "make_collector",  # ``collector`` is the built collector
     "policy": "acting",  # ``policy`` is a property of each agent
-    "lam": "gae_lambda",  # another documented name of one setting
+    "lam": "gae_lambda",  # a second documented name of the same setting
 }
 
 

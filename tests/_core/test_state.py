@@ -1,4 +1,4 @@
-"""A part with a declared state saves it, checks all of it before anything changes, and loads it."""
+"""An object with a declared state saves it, and validates all entries before it loads the first one."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_missing_entries_raise_and_unknown_ones_are_ignored() -> None:
 
 
 class Ring(Stateful):
-    """A part of another."""
+    """A child of a stateful object."""
 
     OWNER = "ring"
     STATE = {"count": Attribute(check_for=lambda ring: bounded_integer(0, ring.size)), "cells": InPlace(low=0)}
@@ -87,7 +87,7 @@ class Ring(Stateful):
 
 
 class Box(GeneratorMixin, Stateful):
-    """A part with all kinds of entries."""
+    """An object with all kinds of entries."""
 
     OWNER, VERSION = "box", 3
     STATE = {

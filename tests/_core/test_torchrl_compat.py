@@ -193,7 +193,7 @@ def test_prefetched_batches_come_in_the_order_they_were_drawn() -> None:
 
 
 def private_names(name: str) -> set[str]:
-    """Underscored attributes that a class of ``_compat`` reads or sets, but for those that are its own."""
+    """Return the underscored attributes that a class of ``_compat`` reads or sets, without its own."""
     source = ast.parse(inspect.getsource(getattr(torchrl_compat, name)))
     assigned = {node.id for node in ast.walk(source) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     names = {node.attr for node in ast.walk(source) if isinstance(node, ast.Attribute)}
@@ -286,7 +286,7 @@ def test_trainer_writes_its_rows_by_one_method() -> None:
 
 
 def samplers(kind: Any = Sampler) -> set[Any]:
-    """List all samplers of ours."""
+    """Return all sampler classes of the package."""
     classes = {cls for subclass in kind.__subclasses__() for cls in samplers(subclass)}
     return classes | ({kind} if kind.__module__.startswith("torchrl_lightning.") else set())
 

@@ -1,4 +1,4 @@
-"""Keys as code and YAML write them, trees of leaves, and the words for how two of them differ."""
+"""Keys in code and in YAML, trees of leaves, and descriptions of their differences."""
 
 from __future__ import annotations
 

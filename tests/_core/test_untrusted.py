@@ -13,7 +13,7 @@ from torchrl_lightning._core.untrusted import check_regular, open_regular, print
 
 @pytest.fixture
 def irregular_paths(tmp_path):
-    """Everything that a path may name beside a regular file."""
+    """Yield a folder with all kinds of paths that are not regular files."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "folder").mkdir()
     (tmp_path / "device").symlink_to("/dev/zero")
@@ -44,7 +44,7 @@ def test_regular_file_is_read_up_to_its_limit(tmp_path):
 
 
 def test_endless_file_is_read_up_to_its_limit():
-    # Files of /proc have no size, and may give any number of bytes.
+    # Files of /proc have size 0, but return any number of bytes.
     with pytest.raises(ValueError, match="at most 3 bytes, got more"):
         read_regular(Path("/proc/self/status"), 3)
 

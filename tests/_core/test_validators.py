@@ -1,4 +1,4 @@
-"""One wording for each kind of setting that makes no sense."""
+"""Validators of settings raise one message for each kind of invalid value."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torchrl_lightning import BestCheckpoint
 
 
 class Scored(L.LightningModule):
-    """Its score is given; its weight counts the epochs."""
+    """A module that logs given scores and counts the epochs in its weight."""
 
     def __init__(self, scores):
         super().__init__()
@@ -93,4 +93,4 @@ def test_ranks_decide_together_about_equal_scores(score, other, expected, tmp_pa
     checkpoint.best_k_models, checkpoint.kth_best_model_path = {"best": torch.tensor(5.0)}, "best"
     run = SimpleNamespace(strategy=SimpleNamespace(reduce_boolean_decision=reduce))
     assert checkpoint.check_monitor_top_k(run, torch.tensor(score)) is expected
-    assert decisions == [False, score == 5.0]  # the same number of operations on each rank
+    assert decisions == [False, score == 5.0]  # each rank makes the same number of reductions

@@ -1,4 +1,4 @@
-"""The page that a run writes of its buffer."""
+"""The page that a run writes about its buffer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_report_shows_the_buffer_and_the_sample_counts(tmp_path, monkeypatch, up
     data = replay_data("prioritized", updates_per_step=updates_per_step)
     fit(tmp_path, data, max_epochs=2, limit_val_batches=1, callbacks=[page])
     text = Path(page.path).read_text()
-    assert "80 steps counted" in text  # ten of the twenty batches of eight
+    assert "80 steps counted" in text  # ten of the twenty batches, with eight steps each
     assert "ages when sampled in this run" in text
     assert " of 400 cells" in text
 

@@ -15,12 +15,12 @@ from kit.runs import trainer
 from torchrl_lightning import FramesProgressBar, LastCheckpoint, RolloutMetricsLogger
 from torchrl_lightning.kernels.compiled import jitted
 
-# An epoch has fewer batches than Lightning's interval between two rows; callbacks do not mind it.
+# Lightning warns if an epoch has fewer batches than log_every_n_steps; the callbacks do not depend on it.
 pytestmark = pytest.mark.filterwarnings("ignore:The number of training batches")
 
 
 class Rows(DummyLogger):
-    """Keeps what is logged."""
+    """A logger that stores its rows."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +62,7 @@ def test_frames_per_second_of_a_resumed_run_exclude_earlier_frames(tmp_path):
 
 
 class Terminal:
-    """What tqdm asks of a terminal."""
+    """The terminal methods that tqdm calls."""
 
     encoding = "utf-8"
 
@@ -87,7 +87,7 @@ def test_bar_counts_the_frames_of_the_whole_run(tmp_path, monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     bar = FramesProgressBar(refresh_every=0.0)
-    # 2 rollouts of 64: a few more frames than were asked for
+    # Two rollouts of 64 frames exceed total_frames=100.
     data = rollouts(total_frames=100)
     fit(tmp_path, data, max_epochs=-1, callbacks=[bar], enable_progress_bar=True, limit_val_batches=1)
     lines = bar_lines(terminal.text)
@@ -136,7 +136,7 @@ def test_bar_shows_that_kernels_compile_until_the_first_frames(tmp_path, monkeyp
     class Compiling(Callback):
         def on_train_start(self, trainer, pl_module):
             namespace = {}
-            exec("def halve(x): return x / 2", namespace)  # numba caches no function without a file
+            exec("def halve(x): return x / 2", namespace)  # numba does not cache a function without a file
             jitted(namespace["halve"])(1.0)
 
     bar = FramesProgressBar(refresh_every=0.0)

@@ -1,4 +1,4 @@
-"""Checkpoints of a process that is killed, and on a disk that is full: the old or the new one, and nothing else."""
+"""A killed process or a full disk leaves a complete checkpoint: the old one or the new one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHARED = Path("/dev/shm")
 
 @pytest.fixture
 def elsewhere(tmp_path):
-    """A folder on another filesystem than temporary files, if there is one."""
+    """Yield a folder on another filesystem than the temporary files, if the machine has one."""
     if not SHARED.is_dir() or SHARED.stat().st_dev == os.stat(tempfile.gettempdir()).st_dev:
         yield tmp_path
     else:
@@ -48,7 +48,7 @@ def test_killed_process_leaves_a_complete_checkpoint(elsewhere):
         checkpoint = plugin.load_checkpoint(path, weights_only=True)
         assert checkpoint["number"] in (saved[-1], saved[-1] + 1)
         assert (checkpoint["weights"] == checkpoint["number"]).all()
-        assert len(list(elsewhere.iterdir())) <= 2  # what the next save removes
+        assert len(list(elsewhere.iterdir())) <= 2  # the next save removes the temporary file
         number = checkpoint["number"] + 1
     (elsewhere / ".epoch=1.ckpt.0123456789abcdef.tmp").touch()
     plugin.save_checkpoint({}, path)
@@ -56,7 +56,7 @@ def test_killed_process_leaves_a_complete_checkpoint(elsewhere):
 
 
 class Full(io.FileIO):
-    """A file on a disk with little room left."""
+    """A file on a disk with 20 kB of free space."""
 
     room = 20_000
 
@@ -69,7 +69,7 @@ class Full(io.FileIO):
 
 @pytest.fixture
 def full_disk(monkeypatch):
-    """Fills the disk, from the call on, for files that are written."""
+    """Return a function that makes later writes fail as on a full disk."""
     return lambda: monkeypatch.setattr(files.Path, "open", lambda path, mode: Full(path, mode.replace("b", "")))
 
 
@@ -102,7 +102,7 @@ def test_run_on_a_full_disk_ends_by_its_error_and_keeps_both_checkpoints(tmp_pat
 
 
 class Own(AtomicCheckpointIO):
-    """Somebody's own."""
+    """A plugin of a user."""
 
 
 @pytest.mark.parametrize("kind", [AtomicCheckpointIO, Own, AsyncCheckpointIO])

@@ -1,4 +1,4 @@
-"""The checkpoint to go on from: the end of a run, however it ends."""
+"""LastCheckpoint saves the end of a run, however the run ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists a
 
 
 class Judged(TinyActorCritic):
-    """Each of its evaluations is worse than the one before."""
+    """A module that logs a worse score at each evaluation."""
 
     judged_after = ()
 
@@ -26,7 +26,7 @@ class Judged(TinyActorCritic):
 
 
 class At(L.Callback):
-    """Does something behind some updates, and ends the run as a limit of time does: in the midst of an epoch."""
+    """Call a function after some updates, then stop the run in the middle of an epoch, as a time limit does."""
 
     def __init__(self, updates, do=lambda: None):
         self.updates, self.do = updates, do
@@ -38,7 +38,7 @@ class At(L.Callback):
 
 
 def run(folder, every=3, total_frames=-1, callbacks=(), **kwargs):
-    """Fit with the callbacks of our own runs, and one that keeps the worst: an epoch has 4 updates of 64 frames."""
+    """Fit with our commands' callbacks and one for the worst checkpoint; an epoch has 4 updates and 64 frames."""
     options = {"monitor": "eval/return", "enable_version_counter": False, "save_on_train_epoch_end": False}
     checkpoints = [
         BestCheckpoint(folder, name, mode=mode, **options) for name, mode in (("best", "max"), ("worst", "min"))
@@ -60,7 +60,7 @@ def frames_of(path):
     ("ending", "updates", "judged_after"),
     [
         ({"total_frames": 7 * 64}, 28, (12, 24, 28)),
-        ({"total_frames": 6 * 64}, 24, (12, 24)),  # a multiple of the epochs between two evaluations
+        ({"total_frames": 6 * 64}, 24, (12, 24)),  # the sixth epoch has a regular evaluation
         ({"total_frames": 64}, 4, (4,)),
         ({"max_epochs": 4}, 16, (12, 16)),
         ({"max_steps": 14}, 14, (12, 14)),
@@ -86,7 +86,7 @@ def test_killed_run_leaves_the_last_evaluated_state(tmp_path):
 
 
 def test_resume_from_the_end_repeats_nothing(tmp_path):
-    """Evaluating the end changes nothing in what is learned after it."""
+    """The evaluation at the end of the first run does not change later updates."""
 
     def ends(epochs, module=None, resume=None, **options):
         data = rollouts(reset_at_each_batch=True)
@@ -125,7 +125,7 @@ def test_exception_leaves_a_checkpoint_that_resumes(when, tmp_path):
     with pytest.raises(RuntimeError, match="out of luck"):
         fit(tmp_path, rollouts(total_frames=256), Unlucky(when), callbacks=[save], max_epochs=-1)
     module, _ = fit(tmp_path, data, None, save.path, seed=9, max_epochs=-1)
-    # Four rollouts of four updates each: none is lost, and none is made twice.
+    # No update of the four rollouts is lost or repeated.
     assert (data.frames, module.updates) == (256, 16 - when)
 
 

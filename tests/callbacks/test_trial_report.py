@@ -1,4 +1,4 @@
-"""What a search hears of a run, and which trial a run takes for its own."""
+"""Reports of a run to its search, and the trial that a run claims."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_evaluations_are_reported_to_the_trial_of_this_run(study, tmp_path):
     assert list(trial.intermediate_values) == [64, 128]
     assert trial.user_attrs == {"folder": str(tmp_path)}
     assert trial.params == {}
-    assert trial.state == optuna.trial.TrialState.RUNNING  # the sweeper tells the score
+    assert trial.state == optuna.trial.TrialState.RUNNING  # the sweeper reports the score later
     assert study.trials[other.number].intermediate_values == {}
 
 
@@ -63,7 +63,7 @@ def test_run_without_a_running_trial_or_a_study_is_refused(study, tmp_path):
 
 
 class Fails(Callback):
-    """Marks a trial as failed during the run, as the next start of the search does."""
+    """Mark a trial as failed during the run, as the next start of the search does."""
 
     def __init__(self, study, trial):
         self.study, self.trial = study, trial
@@ -90,7 +90,7 @@ def test_score_of_nan_is_not_reported(tmp_path, monkeypatch):
 
 
 class Ends(optuna.pruners.BasePruner):
-    """Ends a trial at its second report."""
+    """A pruner that ends a trial at its second report."""
 
     def prune(self, study, trial):
         return len(trial.intermediate_values) == 2

@@ -1,4 +1,4 @@
-"""An inspection shows the episodes of a buffer's index, also those that were cut without a flag."""
+"""An inspection displays all indexed episodes of a buffer, including episodes that were cut without a flag."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def steps(count: int, draw: torch.Generator, ids: list[int]) -> TensorDict:
 
 
 def expected(buffer: ExperienceBuffer) -> list[tuple[Any, ...]]:
-    """Return environment, begin, length, return and end of each episode, step by step."""
+    """Compute environment, begin, length, kind of end and return of each episode in a plain loop."""
     index, episodes = buffer.writer.index, []
     for env in range(buffer.writer.num_envs):
         position = torch.arange(int(buffer.writer.oldest[env]), int(buffer.writer.positions[env]))

@@ -1,4 +1,4 @@
-"""States with any numbers, types and names: shown on terminal and page, or one line says why not."""
+"""A state with unusual numbers, types or names is displayed, or raises an error of one line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def state_of(reward=None, name="x", **storage):
 
 
 def stacked_buffer(steps=40, size=24):
-    """Steps of two episodes of moving squares in stacks of three frames."""
+    """Build a buffer of two episodes with a moving line in stacks of three frames; return it and the stacks."""
     frames = torch.zeros(steps + 3, size, size, dtype=torch.uint8)
     for number in range(steps + 3):
         frames[number, number % size, :] = 255
@@ -67,7 +67,7 @@ def demonstrated():
 
 
 def show(inspection: Inspection) -> str:
-    """Return terminal and page as one text, after checking that both are whole."""
+    """Check that the terminal text and the page are complete, and return both as one string."""
     text, page = str(inspection), inspection._repr_html_()
     assert all(line.isprintable() for line in text.splitlines())
     assert all(line.isprintable() for line in page.splitlines())
@@ -166,7 +166,7 @@ def test_wrong_type_is_shown_or_reported_in_one_line(kind):
     began = time.process_time()
     count = 0
     for number, path in enumerate(paths_in(valid_state)):
-        for name, value in list(WRONG.items())[number % 3 :: 3]:  # all would take a minute
+        for name, value in list(WRONG.items())[number % 3 :: 3]:  # all combinations would take a minute
             state = copy.copy(valid_state)
             level = state
             for key in path[:-1]:

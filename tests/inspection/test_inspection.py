@@ -1,4 +1,4 @@
-"""What an inspection says of buffers whose content is known."""
+"""Inspections of buffers with known content."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def steps(count, seed=0, **changed):
 
 
 def filled(cells=120, envs=4, rounds=(120,), uneven=False, **options):
-    """Fill a buffer, and return it with what each environment was given."""
+    """Fill a buffer; return it and the rows that were written for each environment."""
     buffer = ExperienceBuffer(storage=RingStorage(cells), num_envs=envs, **options)
     written = [[] for _ in range(envs)]
     for seed, count in enumerate(rounds):
@@ -271,7 +271,7 @@ def test_statistics_of_small_differences_at_a_large_offset(monkeypatch, piece, d
     monkeypatch.setattr(buffer_views, "CHUNK_BYTES", piece)
     offset = {torch.uint8: 250, torch.float32: 2**20}.get(dtype, 1_700_000_037)
     values = torch.arange(200).remainder(5).sub(2)[:, None]
-    values[0] = -offset  # an outlier at the begin
+    values[0] = -offset  # an outlier at the beginning
     constant = torch.full((200, 1), 1e9 + 0.1, dtype=torch.float64).to(dtype)
     clock = (values[1:] + offset).to(dtype)
     buffer = ExperienceBuffer(storage=RingStorage(200))

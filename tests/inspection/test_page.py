@@ -1,4 +1,4 @@
-"""The page of an inspection: whole, by itself, and with what the tables say."""
+"""The page of an inspection is well-formed and self-contained, and repeats the tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VOID = {"meta", "img", "path"}
 
 
 class Dom(HTMLParser):
-    """Elements, their attributes and their text; refuses what is not nested."""
+    """A parser that stores elements, attributes and text, and fails if elements are not nested."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Dom(HTMLParser):
 
 @pytest.fixture(scope="module")
 def buffer():
-    """Two environments, whose rings have wrapped: episodes of five steps with images of their step's number."""
+    """Build a buffer of two wrapped rings; each pixel is the number of its step in an episode of five steps."""
     buffer = ExperienceBuffer(storage=RingStorage(48), num_envs=2, sampler=PrioritizedSampler(48))
     step = torch.arange(40)
     steps = TensorDict({"pixels": (step % 5).to(torch.uint8).expand(1, 16, 18, 40).permute(3, 0, 1, 2)}, [40])
@@ -70,7 +70,7 @@ def test_page_is_well_formed_self_contained_and_repeats_the_tables(buffer, tmp_p
     dom, text = Dom(page), page.replace("data:image/png;base64,", "")
     assert "http" not in text
     assert "<script" not in page
-    assert "<b>" not in page  # a key is text, whatever it is
+    assert "<b>" not in page  # keys are escaped
     assert {"&lt;b&gt;", "pixels"} <= {cell for cell in page.replace("<td>", "</td>").split("</td>") if cell in text}
     assert title_of(inspection.summaries[0]) in dom.text
     assert set(inspection.findings) <= set(dom.text)
@@ -131,7 +131,7 @@ def test_browser_shows_the_page(buffer, tmp_path):
     pixels_of_page = (imread(tmp_path / "page.png")[..., :3] * 255).round().astype(int)
     assert pixels_of_page.shape == (2000, 900, 3)
     assert (pixels_of_page == (0x33, 0x66, 0xAA)).all(-1).sum() > 1000  # bars
-    shades = [(pixels_of_page == shade).all(-1).sum() for shade in range(1, 5)]  # of images of a step's number
+    shades = [(pixels_of_page == shade).all(-1).sum() for shade in range(1, 5)]  # pixels of step numbers
     assert min(shades) > 100 * 100
 
 
@@ -162,7 +162,7 @@ def test_images_of_any_layout(shape, expected):
 
 
 def points_of_paths(picture: str) -> list[np.ndarray]:
-    """Return the points ``[n, 2]`` of each path of a picture; the y of SVG is 0 at the top and 80 at the bottom."""
+    """Return the points ``[n, 2]`` of each path of a picture; y is 0 at the top and 80 at the bottom."""
     paths = (re.findall(r"[ML] ([\d.]+) ([\d.]+)", path["d"]) for path in Dom(picture).all("path"))
     return [np.array(points, np.float64) for points in paths]
 
@@ -179,7 +179,7 @@ def test_pictures_of_empty_single_and_non_finite_values():
     peaks[[7, 4001]] = 1.0
     (line,) = points_of_paths(lines(peaks, "x"))
     assert len(line) == 120
-    assert (line[:, 1] == 1).sum() == 2  # at the top
+    assert (line[:, 1] == 1).sum() == 2  # y is 1 at the top
     (empty,) = points_of_paths(bars([0, 0], 0, 1, "empty"))
     assert (empty[:, 1] == 80).all()
 

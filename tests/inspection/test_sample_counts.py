@@ -1,4 +1,4 @@
-"""Counts of what is drawn, beside a walk through all steps."""
+"""Sample counts and ages equal a plain loop over all samples."""
 
 from __future__ import annotations
 
