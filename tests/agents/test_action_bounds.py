@@ -1,4 +1,4 @@
-"""Actions whose bounds are equal, nearly so, or beyond what float32 computes with."""
+"""Actions with equal or nearly equal bounds, or with bounds beyond the range of float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In all ways of acting the environment gets actions that its space contains, of the type that the space samples."""
+"""Every way of acting passes actions that the space contains, with the type of the space's samples."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ OPEN = {
     "float16 without bounds": spaces.Box(-INF, INF, (2,), np.float16),
 }
 SPACES = {**CHOICES, **BOXES, **OPEN}
-# What only a policy of one's own writes.
+# Only a policy of a user supports these spaces.
 OTHERS = {
     "matrix": spaces.Box(-1, 1, (2, 3), np.float32),
     "whole numbers": spaces.Box(0, 5, (2,), np.int32),
@@ -66,7 +66,7 @@ OTHERS = {
 
 
 class Strict(gymnasium.Env[Any, Any]):
-    """Refuses whatever its action space does not contain, and what Gymnasium would have to convert to look."""
+    """Fail if the space does not contain an action, or if Gymnasium would convert the action for this check."""
 
     observation_space = spaces.Box(-9, 9, (3,), np.float32)
 
@@ -99,7 +99,7 @@ def make(space: Any) -> Any:
 
 
 def built(space: Any, kind: Any, **settings: Any) -> tuple[Any, Any]:
-    """Return an agent whose actions reach its bounds, and the specs."""
+    """Return an agent with actions that reach the bounds, and the specs."""
     torch.manual_seed(0)
     specs = environment_specs(make_vector_env(make(space), 1))
     agent = kind(**{"network": MLPNetwork([8]), **getattr(kind, "keywords", {}), **settings}).build(specs)
@@ -228,7 +228,7 @@ def test_checkpoint_and_a_published_policy_know_the_space(name: str, tmp_path: P
     observation, _ = env.reset(seed=0)
     for _ in range(3):
         observation, *_ = env.step(policy.act(observation))
-    # A file of an earlier development version does not say; its policies act as their networks do.
+    # A file of an earlier development version does not store the format; its policies act as their networks do.
     stored = torch.load(tmp_path / "a.ckpt", weights_only=True)
     assert stored["OnPolicyDataModule"]["specs"].pop("action_format")["dtype"] == str(space.dtype)
     assert specs_from_state(stored["OnPolicyDataModule"]["specs"]) == policy.specs

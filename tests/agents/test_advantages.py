@@ -1,4 +1,4 @@
-"""Who standardises advantages: the learner each mini-batch, unless the buffer has done so over the rollout."""
+"""The learner standardises the advantages of each mini-batch, unless the buffer standardised the rollout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from torchrl_lightning import (
 
 
 class Seen(PPOModule):
-    """Keeps the advantages that its loss follows."""
+    """Store the advantages that the loss reads."""
 
     advantages: list[Tensor]
 
@@ -70,7 +70,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_advantages_are_standardised_once(case: str) -> None:
     buffer, options = CASES[case]
     batches = learned_from(buffer, **options)
-    assert options or is_standard(torch.cat(batches))  # a sum of several streams is not
+    assert options or is_standard(torch.cat(batches))  # a sum of several standardised streams is not standardised
     assert not any(is_standard(batch) for batch in batches)
     batches = learned_from(partial(buffer, standardize_advantages=False), **options)
     assert all(is_standard(batch) for batch in batches)

@@ -1,4 +1,4 @@
-"""What all agents have in common: fits, metrics, optimizers, precision, compiled losses."""
+"""Common behaviour of all agents: fits, metrics, optimizers, precision, compiled losses."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_precision_other_than_mixed_is_refused(case: str) -> None:
 
 
 def computed_from(case: str, module: Any) -> Any:
-    """Make what the losses of a module are computed from."""
+    """Build the input of a module's losses."""
     if case in OFF_POLICY:
         return read_transitions(transitions(SPECS[case], 16), ["observation"], 0.9)
     batch = TensorDict({"observation": torch.randn(16, 4)}, [16])
@@ -106,7 +106,7 @@ def computed_from(case: str, module: Any) -> Any:
 
 @pytest.mark.parametrize("case", ["a2c", "ppo", "reinforce", *OFF_POLICY])
 def test_compiled_loss_equals_the_loss(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced by dynamo, those on policy in one piece; not compiled: that would take a minute."""
+    """Dynamo only traces the losses, on-policy losses without a graph break; a compilation would take a minute."""
     options = {"backend": "eager", "fullgraph": case in ON_POLICY}
     monkeypatch.setattr(base, "compiled", lambda function: torch.compile(function, **options))
     results = []

@@ -1,4 +1,4 @@
-"""Parts that a config in a file names are compared with the stored weights and with limits before they are built."""
+"""Components of a stored config are checked against the stored weights and size limits before they are built."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LINEAR = {"_target_": "torch.nn.Linear", "in_features": 30000, "out_features": 3
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A checkpoint of a run of one rollout."""
+    """Return a checkpoint of a run with one rollout."""
     return hostile.checkpoint_of_a_run(tmp_path_factory.mktemp("stored"))
 
 

@@ -1,4 +1,4 @@
-"""The networks on one device, rollouts and buffers on another: each path between them says where it goes."""
+"""Networks on one device work with rollouts and buffers on another device."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from torchrl_lightning.rollout.values import RECURRENT_KEYS
 
 HERE, THERE = torch.device("cpu"), torch.device("meta")
 aten = torch.ops.aten
-# What takes tensors of both devices on a real accelerator too: copies, indices, the lengths of packed sequences.
+# These operations accept tensors of both devices on a real accelerator: copies, indexing, packed sequences.
 TAKES_BOTH = {
     aten.copy_.default,
     aten._to_copy.default,
@@ -67,7 +67,7 @@ TAKES_BOTH = {
 
 
 class There(Tensor):
-    """A CPU tensor that claims to lie on the other device."""
+    """A CPU tensor that reports the other device."""
 
     elem: Tensor
 
@@ -90,7 +90,7 @@ class There(Tensor):
 
 
 def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Compute on the CPU, and let the result lie where an accelerator would leave it."""
+    """Compute on the CPU; wrap the result if an accelerator would return it on the other device."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     there = [tensor for tensor in tensors if isinstance(tensor, There)]
     if there and func not in TAKES_BOTH and any(not isinstance(t, There) and t.dim() for t in tensors):
@@ -116,7 +116,7 @@ def unwrap(tensor: There) -> Tensor:
 
 
 class SecondDevice(TorchDispatchMode):
-    """Makes ``THERE`` a device on which tensors can be created, computed with and brought back from."""
+    """Simulate ``THERE`` as a device that creates tensors, computes, and copies back."""
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return compute(func, args, kwargs or {})
@@ -142,7 +142,7 @@ Move = Callable[[nn.Module], nn.Module]
 
 @pytest.fixture(params=["stand-in", pytest.param("cuda", marks=pytest.mark.cuda)])
 def there(request: pytest.FixtureRequest) -> Iterator[tuple[torch.device, Move]]:
-    """Another device, and what moves a module to it."""
+    """Yield another device, and a function that moves a module to it."""
     if request.param == "cuda":
         yield torch.device("cuda", 0), lambda module: module.cuda()
         return
@@ -186,7 +186,7 @@ def test_values_and_log_probabilities_of_a_rollout_on_another_device(
         estimated(buffer, data)
         assert {value.device.type for value in buffer.rollout.values(True, True)} == {"cpu"}
         rollouts.append(buffer.rollout)
-    # cuDNN multiplies by recurrent weights in TF32, whose fractions have ten bits.
+    # cuDNN multiplies by recurrent weights in TF32, with ten bits for the fraction.
     roughly = {"rtol": 1e-2, "atol": 1e-3} if there[0].type == "cuda" and actor.trunk.recurrent else {}
     for key in ("state_value", ("next", "state_value"), "advantage", "value_target"):
         torch.testing.assert_close(rollouts[1][key], rollouts[0][key], **roughly)
@@ -208,7 +208,7 @@ def test_planner_on_another_device_acts(planner: Any, propagation: str, there: t
 def test_world_model_on_another_device_fits_stored_rows_and_generates(
     there: tuple[torch.device, Move], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if there[0] == THERE:  # which has no fused steps
+    if there[0] == THERE:  # the simulated device does not support fused steps
         monkeypatch.setattr(
             "torchrl_lightning.agents.model_based.world_model_fit.FusedAdam", partial(torch.optim.Adam, foreach=False)
         )
@@ -258,7 +258,7 @@ def test_rewritten_batches_and_priorities_reach_the_buffer(cell: str, there: tup
 
 @pytest.mark.parametrize("case", [*ON_POLICY, *OFF_POLICY])
 def test_acting_policy_follows_its_module(case: str) -> None:
-    # Another dtype stands in for another device: every machine has one.
+    # Another dtype replaces another device, because every machine supports it.
     module = learner(case).to(torch.float64)
     tensors = [*module.policy.parameters(), *module.policy.buffers()]
     assert {tensor.dtype for tensor in tensors} == {torch.float64}

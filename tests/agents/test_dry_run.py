@@ -1,4 +1,4 @@
-"""Networks of users: one contract for actors and critics, tried on a copy before anything is collected."""
+"""Networks of users follow one contract for actors and critics, which is checked on a copy before collection."""
 
 from __future__ import annotations
 

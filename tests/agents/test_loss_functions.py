@@ -1,4 +1,4 @@
-"""The losses are TorchRL's, in values and gradients."""
+"""The losses equal TorchRL's losses in values and gradients."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def compare(module: ActorCriticModule, batch: TensorDict, torchrl: type[LossModu
     (mine, my_gradients), (theirs, their_gradients) = results
     shared = set(mine.keys()) & set(theirs.keys())
     assert {key for key in theirs.keys() if key.startswith("loss_")} <= shared  # noqa: SIM118
-    if "kl_approx" in shared:  # of TorchRL's it is the mean of the negative log-ratio
+    if "kl_approx" in shared:  # TorchRL's estimate is the mean of the negative log-ratio
         shared.remove("kl_approx")
         torch.testing.assert_close(mine["kl_approx_k1"], theirs["kl_approx"], rtol=1e-6, atol=1e-6)
     for key in shared:
@@ -208,7 +208,7 @@ def test_estimate_of_the_divergence_is_exact_on_average() -> None:
 
 
 def test_value_clipping_takes_the_larger_distance_of_each_row() -> None:
-    # The old values are 0 and the change is at most 0.5: the clipped value is nearer, farther, and the same.
+    # The old values are 0. Clipping moves the three values closer to the target, farther away, and not at all.
     value, target = torch.tensor([[2.0], [2.0], [0.25]]), torch.tensor([[0.0], [3.0], [1.0]])
     loss = critic_loss(value, target, old_value=torch.zeros(3, 1), clip_value=0.5)
     assert float(loss) == pytest.approx((2.0**2 + 2.5**2 + 0.75**2) / 3)

@@ -1,4 +1,4 @@
-"""TorchRL's own losses train through our DataModules."""
+"""TorchRL's losses train with our DataModules."""
 
 from __future__ import annotations
 

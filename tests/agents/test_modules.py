@@ -46,7 +46,7 @@ def test_schedules_follow_the_frames() -> None:
 def test_target_kl_skips_only_the_rest_of_the_epoch() -> None:
     run = trainer(max_epochs=3)
     run.fit(learner("ppo", target_kl=1e-9, learning_rate=0.5), datamodule=FakeData(5))
-    # Each epoch's first batch is fresh (no divergence yet); the step that follows moves far.
+    # The divergence is zero at the first batch of each epoch, and large after its update.
     assert 3 <= run.global_step < 15
 
 
@@ -63,7 +63,7 @@ RATIOS: dict[str, tuple[Any, bool]] = {
     "overflow": (torch.tensor([200.0] + [0.0] * 15), True),
     "impossible when it was chosen": (torch.tensor([math.inf] + [0.0] * 15), True),
     "impossible now": (torch.tensor([-math.inf] + [0.0] * 15), True),
-    # 0.01 at both: below 1.5 * 0.01, while the mean of the negative log-ratio is 0.1414.
+    # The estimate is about 0.01, below 1.5 * 0.01; the mean of the negative log-ratio is 0.14.
     "a little, all down": (-0.14, False),
     "nothing": (0.0, False),
 }
@@ -105,7 +105,7 @@ def test_distance_of_the_ratio_from_one_is_logged(case: str) -> None:
 
 
 def replay_half(batch: TensorDict) -> None:
-    """Half of the steps are a demonstration's, stored with a log-probability of 0."""
+    """Mark every second step as a demonstration with a stored log-probability of 0."""
     mask = torch.arange(len(batch))[:, None] % 2 == 0
     batch["demo"] = TensorDict({"mask": mask}, batch.batch_size)
     batch["action_log_prob"][mask[:, 0]] = 0.0

@@ -1,4 +1,4 @@
-"""The off-policy LightningModules: target networks, exploration, delays, several updates a step."""
+"""The off-policy LightningModules: target networks, exploration, delays, several updates per step."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_epsilon_is_the_fraction_of_random_actions() -> None:
 
 @pytest.mark.parametrize(("number", "expected"), [(0, 0.8), (1, 0.8**3), (2, 0.8**5)])
 def test_workers_explore_by_powers_of_epsilon(number: int, expected: float) -> None:
-    """The compiled policy of a collector, behind a normaliser, is told which worker it is in."""
+    """A collector passes the number of its worker to the compiled policy behind the normaliser."""
     specs = environment_specs(make_vector_env("CartPole-v1", 1))
     policy = DQNModule(epsilon_start=0.8, epsilon_end=0.8, epsilon_spread=4.0).build(specs).policy
     with torch.no_grad():
@@ -120,7 +120,7 @@ def test_policies_support_one_hot_actions() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_td3_delays_its_policy(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where ranks exchange a gradient of zeros meanwhile: Adam would move on along its momentum."""
+    """If ranks exchanged a gradient of zeros, Adam's momentum would move the policy between its updates."""
     monkeypatch.setattr(L.Trainer, "world_size", ranks)
     data = data_of("td3", batches=7, note=lambda module: parameters(module.policy))
     trainer(max_epochs=1).fit(learner("td3", target_interval=3), datamodule=data)
@@ -138,7 +138,7 @@ def test_several_updates_a_step_equal_several_steps() -> None:
         data.batch = lambda *_, steps=steps: next(steps)
         trainer(max_epochs=1).fit(module, datamodule=data)
         assert module.updates == 4
-        learned = data.served if count == 1 else batches  # Lightning moves what it knows as a batch
+        learned = data.served if count == 1 else batches  # Lightning transfers only single batches
         results.append([*weights(module), *(batch["td_error"] for batch in learned)])
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 

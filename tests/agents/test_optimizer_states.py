@@ -1,4 +1,4 @@
-"""A stored optimizer state is compared with the run's optimizers before anything of a checkpoint is loaded."""
+"""A stored optimizer state is checked against the run's optimizers before a checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check(name: str, state: Any) -> None:
 
 
 def moments(state: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """Return each place of a tensor that has as many numbers as a dimension or more."""
+    """Return the entries and the key of each state tensor with at least one dimension."""
     return [
         (entries, key)
         for entries in state["state"].values()
@@ -281,7 +281,7 @@ def data() -> OnPolicyDataModule:
 
 
 class OwnOptimizers(PPOModule):
-    """A user's module."""
+    """A module of a user with its own optimizer and schedule."""
 
     def configure_optimizers(self) -> Any:
         optimizer = optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -328,7 +328,7 @@ def test_trainer_refuses_wrong_moments_before_it_loads(
     name: str, number: int, stored: dict[str, Path], tmp_path: Path
 ) -> None:
     checkpoint = torch.load(stored[name], weights_only=True)
-    checkpoint.pop("checksums")  # as whoever changes it would
+    checkpoint.pop("checksums")  # an attacker would also remove the checksums
     entries, key = moments(checkpoint["optimizer_states"][number])[0]
     entries[key] = torch.zeros(1)
     torch.save(checkpoint, tmp_path / "evil.ckpt")

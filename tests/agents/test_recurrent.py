@@ -1,4 +1,4 @@
-"""A memory before an off-policy loss sees what the policy saw, step by step."""
+"""The memory of an off-policy loss computes the same features as the policy, step by step."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_layout_equals_the_reference(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("case", OFF_POLICY)
 def test_losses_equal_flat_transitions_over_the_features(case: str) -> None:
-    """Which equal TorchRL's; weights and mask count steps."""
+    """Losses of flat transitions equal TorchRL's losses; priority weights and mask apply to steps."""
     module, specs = make(case)
     batch = sequences(specs, module, 6, 5)
     batch["mask"] = torch.rand(6, 5) < 0.7
@@ -124,7 +124,7 @@ def test_policy_loss_has_no_gradient_into_the_memory(case: str) -> None:
     memory = list(module.memory.parameters())
     unused = torch.autograd.grad(terms["loss_actor"], memory, allow_unused=True, retain_graph=True)
     assert all(gradient is None for gradient in unused)
-    torch.autograd.grad(terms["loss_qvalue"], memory)  # raises where there is none
+    torch.autograd.grad(terms["loss_qvalue"], memory)  # raises if a gradient is missing
 
 
 def test_burn_in_changes_the_memory_but_not_the_loss() -> None:
@@ -168,7 +168,7 @@ def test_flat_batches_are_refused() -> None:
 
 
 def test_successors_several_steps_ahead_are_valid_within_the_window() -> None:
-    """Folded by hand from longer sequences, and compared to an unroll over every step of them."""
+    """Compare n-step windows of longer sequences with an unroll over all steps."""
     module, specs = make()
     rows, length, window, n = 12, 12, 7, 3
     raw = sequences(specs, module, rows, length)
@@ -186,7 +186,7 @@ def test_successors_several_steps_ahead_are_valid_within_the_window() -> None:
     assert not expected_mask[:, 3:].all()
     now, after = unroll(module.memory, raw)
     for flags in ("first", "last"):
-        if flags == "last":  # as TorchRL's transform leaves them with done_keys=[]
+        if flags == "last":  # as TorchRL's transform stores them with done_keys=[]
             ahead = torch.arange(window) + steps - 1
             batch["next", "done"] = raw["next", "done"].gather(1, ahead.unsqueeze(-1))
         result = behind(module, batch)
@@ -196,7 +196,7 @@ def test_successors_several_steps_ahead_are_valid_within_the_window() -> None:
         index = (torch.arange(window) + steps - 1).unsqueeze(-1).expand(-1, -1, after.shape[-1])
         expected = after.gather(1, index)[expected_mask]
         torch.testing.assert_close(result.after[0][expected_mask], expected)
-    # Padding repeats a step: the window ends before it.
+    # The window ends before its padding, which repeats a step.
     batch["mask"] = torch.ones(rows, window, dtype=torch.bool)
     batch["mask"][0, 4:] = False
     result = behind(module, batch)

@@ -1,4 +1,4 @@
-"""Recurrent networks: sequences give the values and gradients of an unroll step by step."""
+"""Recurrent networks return the same values and gradients for a sequence as for single steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def built(cell: str, layers: int) -> A2CModule:
 
 
 def collect(actor, rows: int, steps: int, starts: torch.Tensor) -> TensorDict:
-    """Acts step by step, each state handed on; rollout [rows, steps]."""
+    """Act step by step with the previous state; return the rollout ``[rows, steps]``."""
     trunk, frames = actor.trunk, []
     layers = (trunk.memory.lstm if trunk.cell == "lstm" else trunk.memory.gru).num_layers
     state = TensorDict({}, [rows])

@@ -1,4 +1,4 @@
-"""Recurrent states of a batch, refreshed as the memory would meet them now."""
+"""Refreshed recurrent states of a batch equal the states that the current memory computes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fit(
     precision: Any = "32-true",
     **settings: Any,
 ) -> tuple[OffPolicyModule, list[TensorDict], list[TensorDict]]:
-    """Give a module that has learned, and its batches, as they were served and as it left them."""
+    """Return a trained module, and its batches before and after its updates."""
     module, served = learner(case, RecurrentNetwork(cell, 6, layers), **settings), []
 
     def note(batch: TensorDict) -> None:
@@ -72,7 +72,7 @@ def test_refreshed_states_equal_acting_step_by_step(cell: str, layers: int) -> N
             assert torch.equal(state[:, 0], before.get(key)[:, 0])
             assert not state[:, 1:][before["is_init"][:, 1:, 0]].any()
             assert not state.requires_grad
-        # Only of the last batch: another one may never have been learned from.
+        # Only the last batch counts: another batch may not have been used for an update.
         assert module.rewritten_keys(batch) == (paths(module) if batch is left[-1] else [])
 
 

@@ -11,7 +11,7 @@ ROLLOUT, UPDATES = 32, 4
 
 
 class Recorder(PPOModule):
-    """Notes what each update was made with."""
+    """Record the learning rate and the entropy coefficient of each update."""
 
     def __init__(self, **kwargs):
         super().__init__(MLPNetwork([4]), entropy_coeff=1.0, **{"schedule": "linear", **kwargs})

@@ -1,4 +1,4 @@
-"""The direct off-policy forwards give TorchRL's losses and gradients."""
+"""The direct off-policy forwards return TorchRL's losses and gradients."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def torchrls(module: Any, specs: Any) -> LossModule:
     if isinstance(module, DQNModule):
         options = {"double_dqn": module.double_q, "delay_value": True, "action_space": module.q_network.action_space}
         loss: Any = DQNLoss(module.q_network, loss_function=module.loss_function, **options)
-        SoftUpdate(loss, eps=0.5)  # it warns where nothing updates its targets
+        SoftUpdate(loss, eps=0.5)  # TorchRL warns if nothing updates the targets
         loss.target_value_network_params.data.update_(TensorDict.from_module(module.targets.q_network).data)
     else:
         critics = [build_action_critic(specs, module.network) for _ in range(module.num_critics)]
@@ -88,7 +88,7 @@ def stacks(critics: CriticEnsemble) -> list[torch.Tensor]:
 
 
 def trained_parameters(parameters: Any) -> list[torch.Tensor]:
-    """Return the same of TorchRL's stacked parameters."""
+    """Return weight and bias of each layer of TorchRL's stacked parameters."""
     layers = sorted({key[:-1] for key in parameters.keys(True, True) if key[-1] == "weight"})
     return [parameters[(*layer, name)] for layer in layers for name in ("weight", "bias")]
 
@@ -141,7 +141,7 @@ def test_losses_and_gradients_equal_torchrls(case: str, extras: str) -> None:
         if ours.ndim == 3:
             ours = ours.mT if ours.shape[1] > 1 else ours.squeeze(1)
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
-    # Ours is the absolute error; TorchRL's DQN and TD3 write its square.
+    # Our TD error is absolute; TorchRL's DQN and TD3 write its square.
     written = batch["td_error"].reshape(-1)
     expected = written if case.startswith("sac") else written.sqrt()
     counted = batch.get("mask", torch.ones(64, dtype=torch.bool))
@@ -228,7 +228,7 @@ def test_n_step_targets_support_torchrl_multi_step_transform() -> None:
     batch = MultiStepTransform(n_steps=3, gamma=0.5, done_keys=[]).inv(rollout)[0]
     reward = rollout["next", "reward"].flatten()
     target = read_transitions(batch, ["observation"], 0.5).target(torch.full((3,), 8.0))
-    torch.testing.assert_close(target[0], reward[0] + 0.5 * reward[1] + 0.25 * reward[2])  # the end: no value behind it
+    torch.testing.assert_close(target[0], reward[0] + 0.5 * reward[1] + 0.25 * reward[2])  # no value after the end
     torch.testing.assert_close(target[1], reward[1] + 0.5 * reward[2])
     torch.testing.assert_close(target[2], reward[2])
 

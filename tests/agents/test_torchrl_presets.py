@@ -1,4 +1,4 @@
-"""TorchRL's losses as models: each preset learns, follows with its targets, acts, and resumes to the bit."""
+"""Each preset of a TorchRL loss learns, updates its targets, acts, and resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(module: Any, specs: Any, *, resumed: Path | None = None, **settings: Any
 
 
 def of_two_steps(batch: TensorDict) -> None:
-    """Say it as a buffer does."""
+    """Set ``steps_to_next_obs`` to two, as a buffer does."""
     batch["steps_to_next_obs"] = torch.full(batch.shape, 2)
 
 

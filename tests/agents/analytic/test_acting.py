@@ -1,4 +1,4 @@
-"""Compiled acting equals the policy's expected, and unsupported policies call their expected."""
+"""Compiled acting equals the policy's module, and unsupported policies call their module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of Gymnasium's MuJoCo bodies, against the environments themselves."""
+"""The termination rules equal the rules of Gymnasium's MuJoCo bodies."""
 
 from __future__ import annotations
 

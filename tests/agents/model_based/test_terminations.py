@@ -1,4 +1,4 @@
-"""Warnings about world models whose terminations disagree with the environment."""
+"""Warnings about world models that disagree with the environment about terminations."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def predict_mean(world: WorldModel, observation: Tensor, action: Tensor, member:
 
 
 def end_logits(world: WorldModel, next_observation: Tensor, member: int) -> Tensor:
-    """Return the logits of one member of the ensemble that the episode has terminated."""
+    """Return one member's logits of the termination of the episode."""
     inputs = world.targets.input_scaler
     x = (next_observation - inputs.mean[:2].float()) / inputs.std[:2].float()
     return world.ensemble.ends(x.expand(3, *x.shape))[0][member, :, 0].detach()

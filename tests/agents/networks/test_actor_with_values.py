@@ -26,7 +26,7 @@ images = partial(CountedImages, (7, 7), "truncated", alone=True, drawn=True)
 
 
 class SeparateValues(PPOModule):
-    """Its policy does not compute values."""
+    """PPO with a policy that does not compute values."""
 
     @property
     def collection_policy(self) -> Any:

@@ -1,4 +1,4 @@
-"""Distributions of our own: masses sum to one, samples follow them, gradients stay finite."""
+"""Our distributions: probabilities sum to one, samples follow them, and gradients stay finite."""
 
 from __future__ import annotations
 

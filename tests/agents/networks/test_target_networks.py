@@ -68,7 +68,7 @@ def test_target_networks_run_in_evaluation_mode() -> None:
     assert modes
     assert not any(modes)
     assert all(part.training for part in module.modules())
-    # The targets of flattened parameters are flattened, too.
+    # The targets of flattened parameters are also flattened.
     assert len({parameter.untyped_storage().data_ptr() for parameter in module.targets.parameters()}) <= 2
 
 
