@@ -8,5 +8,5 @@ from kit.demonstrations import saved
 
 @pytest.fixture
 def human(tmp_path):
-    """A folder with one demonstration."""
+    """Return a folder with one demonstration."""
     return saved(tmp_path / "human", shown(7))

@@ -1,4 +1,4 @@
-"""A row for each callback, setting and tuner method of Lightning: works, is refused, or is untried.
+"""A table of Lightning's callbacks, settings and tuner methods: each one works, raises an error or is untested.
 
 An effect is computed from a run, and must be equal for our learners and for a supervised module.
 """
@@ -31,7 +31,7 @@ class Works(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """Raises an error of one line that contains ``says``."""
+    """Raises an error of one line that matches the pattern in the first field."""
 
     says: str
     settings: dict[str, Any] = {}
@@ -74,7 +74,7 @@ def checkpoint(run: Run, name: str = "") -> dict[str, Any]:
 
 
 def contents(run: Run) -> Any:
-    """The files, and whether each has the weights of its step."""
+    """Return for each file whether it has optimizer states, and whether it has the weights of its step."""
     found = {}
     for name in run.files:
         stored, step = checkpoint(run, name), checkpoint(run, name)["global_step"]
@@ -84,13 +84,13 @@ def contents(run: Run) -> Any:
 
 
 def ranks(run: Run) -> Any:
-    """The files, and the numbers of the evaluations whose scores they have."""
+    """Return the files, and the indices of the evaluations with their scores."""
     (callback,) = run.callbacks
     return run.files, [run.watch.scores.index(float(score)) for score in callback.best_k_models.values()]  # type: ignore[attr-defined]
 
 
 def best(mode: str) -> Callable[[Run], Any]:
-    """Return whether the scores of a callback that keeps two checkpoints are the two best ones."""
+    """Return a function that checks that a callback keeps the checkpoints with the two best scores."""
 
     def effect(run: Run) -> Any:
         (callback,), scores = run.callbacks, sorted(run.watch.scores, reverse=mode == "max")
@@ -101,7 +101,7 @@ def best(mode: str) -> Callable[[Run], Any]:
 
 
 class StopAt(L.Callback):
-    """Fails before a step."""
+    """A callback that raises an error before a step."""
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == 5:
@@ -124,7 +124,7 @@ class Calls:
 
 
 class Hooked(L.Callback):
-    """Counts its hooks as methods of the instance."""
+    """A callback that counts its hooks as attributes of the instance."""
 
     def __init__(self) -> None:
         self.calls = Calls()
@@ -147,7 +147,7 @@ class OwnCheckpoint(c.Checkpoint):
 
 
 class CountingTimer(c.Timer):
-    """A timer whose clock is the number of steps."""
+    """A timer that counts steps instead of seconds."""
 
     steps = 0
 
@@ -169,7 +169,7 @@ class OwnBar(c.ProgressBar):
 
 
 def averaged(decay: float | None) -> Callable[[Run], bool]:
-    """Return whether the run ends with the average of the weights after each step."""
+    """Return a function that checks that the run ends with the average of the weights after each step."""
 
     def effect(run: Run) -> bool:
         average: Tensor | None = None
@@ -183,13 +183,13 @@ def averaged(decay: float | None) -> Callable[[Run], bool]:
 
 
 def rates(run: Run) -> list[float]:
-    """The logged rates as a share of the first one."""
+    """Return the logged learning rates divided by the first one."""
     values = run.logger.values("lr-")
     return [round(value / values[0], 4) for value in values]
 
 
 def steps_are_frames(run: Run) -> None:
-    """Check that all rows of our runs count frames, in an order that loggers accept."""
+    """Check that all rows of our runs count frames, and that their steps never decrease."""
     if hasattr(run.data, "frames"):
         steps = [step for step, _ in run.logger.rows]
         assert steps == sorted(steps)
@@ -231,7 +231,7 @@ class Writer(c.BasePredictionWriter):
 
 
 class State(L.Callback):
-    """Reads global switches of torch in a step and in an evaluation."""
+    """Record global switches of torch in a training step and in an evaluation."""
 
     def __init__(self) -> None:
         self.seen: set[Any] = set()
@@ -414,4 +414,4 @@ VALUES: dict[str, Row] = {
         "^val_check_interval must be at most 2", {"val_check_interval": 3, "limit_train_batches": 2}
     ),
 }
-"""Values that are refused, although others of the setting work."""
+"""Values that raise an error, although other values of the setting work."""

@@ -1,4 +1,4 @@
-"""The policy acts in the precision in which it learns."""
+"""The policy acts and learns in the same precision."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FOUR = spaces.Box(-1.0, 1.0, (4,), np.float32)
 
 
 class Drawn(gymnasium.Env[Any, Any]):
-    """Observations are normally distributed, the reward is 1, and each seventh step is the last one."""
+    """Observations are normally distributed, the reward is 1, and an episode has seven steps."""
 
     def __init__(self, action: Any = None, observation: Any = FOUR) -> None:
         self.action_space = spaces.Discrete(3) if action is None else action
@@ -93,11 +93,11 @@ NETWORKS = {
 
 
 class Compared(L.Callback):
-    """Evaluates the rows of the first rollout again, in the batches ``[N]`` in which they were acted.
+    """Evaluate the rows of the first rollout again, in the batches ``[N]`` of the collection.
 
     Attributes:
-        same: The largest absolute log-ratio in these batches.
-        mixed: The largest one in the first mini-batch.
+        same: The largest absolute log-ratio of each batch.
+        mixed: The largest absolute log-ratio of the first mini-batch.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ def moved(module: Any, rows: Any) -> float:
 
 
 def compared(module: Any, env: Any, precision: Any = "32-true", **settings: Any) -> Compared:
-    """Fit a rollout, and say how far the policy seems to have moved before the first update."""
+    """Fit one rollout; return the log-ratios before the first update."""
     callback = Compared()
     options = {**SIZES, "num_epochs": 1, "num_mini_batch": 2, "seed": 3, "updates_per_step": 1, **settings}
     data = OnPolicyDataModule(env, **options)
@@ -236,7 +236,7 @@ def test_precision_plugin_applies_to_acting(precision: Precision) -> None:
 
 
 class OwnAutocast(Precision):
-    """Autocast under the name of single precision."""
+    """A plugin that uses autocast, but has the name of single precision."""
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
@@ -294,7 +294,7 @@ def test_another_precision_is_refused_before_anything_is_collected(precision: An
 
 
 class Own(L.LightningModule):
-    """A user's module: TorchRL's parts, which know nothing of precision, and one optimizer step for each batch."""
+    """A module of a user from TorchRL's parts, which ignore precision; each batch is one optimizer step."""
 
     def __init__(self, actions: str) -> None:
         super().__init__()
@@ -357,13 +357,13 @@ def test_user_module_of_double_precision_acts_as_it_learns(actions: str, collect
 
 
 class Squashing(PPOModule):
-    """PPO with the actor of SAC, whose deviation depends on the observation."""
+    """PPO with SAC's actor; its standard deviation depends on the observation."""
 
     def build(self, specs: Any) -> Any:
         super().build(specs)
         self.actor_network = build_squashed_actor(specs, NETWORKS["mlp"])
         with torch.no_grad():
-            self.actor_network.head.layers.linear.bias.fill_(1.5)  # deep in the tanh
+            self.actor_network.head.layers.linear.bias.fill_(1.5)  # saturates the tanh
         return self
 
 
@@ -374,7 +374,7 @@ def test_log_probability_of_a_squashed_action_is_that_of_the_stored_action(preci
 
 
 class Estimated(L.Callback):
-    """Computes the values, and the log-probabilities that V-trace reads, again from the whole rollout at once."""
+    """Compute the values, and the log-probabilities for V-trace, again from the whole rollout in one batch."""
 
     checked = False
 
@@ -408,7 +408,7 @@ def ring(size: int, num_envs: int) -> ExperienceBuffer:
 
 
 class Watched(Drawn):
-    """Notes whether its steps run under autocast."""
+    """Record whether the steps run under autocast."""
 
     noted: list[bool]
 
@@ -454,4 +454,4 @@ def test_autocast_in_acting_applies_only_to_the_policy(
     assert len(stepped) > 20
     assert not any(stepped)
     assert len(acted) > 8
-    assert set(acted) == {precision == "bf16-mixed"}  # in evaluation as well
+    assert set(acted) == {precision == "bf16-mixed"}  # also in evaluation

@@ -1,4 +1,4 @@
-"""Vector environments of one's own in every autoreset mode: the same steps, however their episodes are reset."""
+"""A vector environment of a user yields the same steps in every autoreset mode."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DISABLED, SAME_STEP, NEXT_STEP = AutoresetMode.DISABLED, AutoresetMode.SAME_STEP
 
 
 class Lanes(VectorEnv[Any, Any, Any]):
-    """Copies that observe ``[identity, episode, step, a drawn number]``, in memory that is written again.
+    """Copies that observe ``[identity, episode, step, a random number]`` in reused memory.
 
     The reward is the step plus the action. Episodes last two to six steps; every third one is truncated.
     """
@@ -100,7 +100,7 @@ def lanes(mode: Any, **settings: Any) -> Any:
 
 
 def rings(data: Any) -> list[Any]:
-    """What was stored of each environment, in its order."""
+    """Return the stored rows of each environment in order."""
     found = data.buffer.writer.rings
     return [
         data.buffer.storage.get(found.cell(torch.full((int(end),), env), torch.arange(int(end))))
@@ -109,7 +109,7 @@ def rings(data: Any) -> list[Any]:
 
 
 def ended(ring: Any) -> list[list[float]]:
-    """The rewards of each episode that ended in a ring."""
+    """Return the rewards of each finished episode in a ring."""
     episodes: list[list[float]] = [[]]
     for reward, done in zip(ring["next", "reward"].flatten().tolist(), ring["next", "done"].flatten(), strict=True):
         episodes[-1].append(reward)
@@ -120,7 +120,7 @@ def ended(ring: Any) -> list[list[float]]:
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("mode", [DISABLED, NEXT_STEP])
 def test_rings_equal_the_rings_of_a_same_step_environment(mode, steps) -> None:
-    """Brute force: each environment did what its twin did, which is reset in the step of an end."""
+    """Compare each environment with a twin that resets in the last step of an episode."""
     found = []
     for each in (mode, SAME_STEP):
         data = lanes(each, frames_per_batch=N * steps, normalize_reward=True)
@@ -154,9 +154,9 @@ def test_dqn_learns_from_a_gymnasium_vector_entry_point_and_is_evaluated(tmp_pat
     env = gymnasium.make_vec("CartPole-v1", N, vectorization_mode="vector_entry_point")
     data = replay_data(experience(n_steps=3), env=env, eval_env="CartPole-v1", num_envs=N, frames_per_update=9.0)
     module, _ = fit(tmp_path, data, limit_val_batches=1)
-    assert data.frames == int(data.buffer.writer.positions.sum()) in range(211, 215)  # 40 + 19 * 9, and a step more
+    assert data.frames == int(data.buffer.writer.positions.sum()) in range(211, 215)  # rounded up to whole steps
     assert data.evaluate(module.policy, 1)["episode_length"] > 0
-    # Its true last observations lie outside, the first ones near the middle.
+    # Final observations are outside the limits, and first observations are near zero.
     rows = torch.cat(rings(data))
     last = rows["next", "observation"][rows["next", "done"][:, 0]].abs()
     assert (last[:, [0, 2]] > torch.tensor([2.4, 0.2])).any(1).all()
@@ -170,7 +170,7 @@ def test_reset_rows_that_cannot_be_dropped_are_refused(tmp_path) -> None:
 
     refused(rollouts(env=Lanes(NEXT_STEP), eval_env=Lanes()), "NEXT_STEP.*ReplayDataModule.* accepts it")
     refused(lanes(NEXT_STEP), "on 2 ranks, got AutoresetMode.NEXT_STEP", strategy=of_rank(0, 2))
-    for data in (lanes(SAME_STEP), replay_data(num_envs=N)):  # the remedies
+    for data in (lanes(SAME_STEP), replay_data(num_envs=N)):  # the suggested settings
         fit(tmp_path, data, dqn(), strategy=of_rank(0, 2))
         assert data.frames > 0
     refused(lanes(NEXT_STEP, buffer=experience(RandomSampler)), "with RandomSampler, got AutoresetMode.NEXT_STEP")

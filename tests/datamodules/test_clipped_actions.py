@@ -47,7 +47,7 @@ def wrapped(space: Any) -> Any:
 
 
 def by_function(policy: Any, seed: int) -> Any:
-    """Build a collector that clips, of which its factory says nothing."""
+    """Build a collector that clips, without an argument for it."""
     return GymnasiumCollector(make(), policy, num_envs=4, frames_per_batch=64, seed=seed, clip_actions=True)
 
 
@@ -65,7 +65,7 @@ def fitted(folder: Path, data: Any, module: Any = None, **settings: Any) -> Any:
 
 
 def checked(space: Any, policy: LoadedPolicy) -> None:
-    """Act in the environment, one step at a time and side by side."""
+    """Check actions of the policy, one step at a time and for a batch of observations."""
     env = Strict(space)
     observation, _ = env.reset(seed=0)
     for _ in range(3):
@@ -87,7 +87,7 @@ def test_clipping_applies_to_evaluation_and_loaded_policies(name: str, tmp_path:
     assert policy.specs.action_format.clip
     checked(space, policy)
     ways = [make(space), make_vector_env(make(space), 2)]
-    ways += [wrapped(space)] if space.shape else []  # TorchRL gives Gymnasium's scalars a dimension
+    ways += [wrapped(space)] if space.shape else []  # TorchRL adds a dimension to Gymnasium's scalars
     for env in ways:
         assert play_episodes(env, policy, 2, seed=0)["episode_length"].tolist() == [3, 3]
     export_policy(policy, tmp_path / "policy.pt2")
@@ -121,7 +121,7 @@ def test_clipping_of_a_built_collector_is_adopted(tmp_path: Path) -> None:
     run.save_checkpoint(tmp_path / "a.ckpt")
     checked(SPACES["float32"], load_policy(tmp_path / "a.ckpt", FarActorCritic()))
     stored = torch.load(tmp_path / "a.ckpt", weights_only=True)["OnPolicyDataModule"]
-    # What collects nothing, or has not built its collector yet, knows it by the checkpoint.
+    # A DataModule that has not built its collector reads the setting from the checkpoint.
     other = data_of(collector=by_function, normalize_observation=True)
     other.load_state_dict(stored)
     assert other.specs.action_format.clip
@@ -130,7 +130,7 @@ def test_clipping_of_a_built_collector_is_adopted(tmp_path: Path) -> None:
         FarActorCritic(), datamodule=unclipped, ckpt_path=tmp_path / "a.ckpt", weights_only=False, verbose=False
     )
     assert metrics["eval/return"] == 3.0
-    # The setting of a run that collects is that of its collector.
+    # A setting of the collector replaces the setting of the checkpoint.
     set_otherwise = data_of(collector=partial(GymnasiumCollector, clip_actions=False), normalize_observation=True)
     set_otherwise.load_state_dict(stored)
     assert not set_otherwise.specs.action_format.clip
@@ -183,7 +183,7 @@ def test_actions_are_not_clipped_by_default(collector: Any, tmp_path: Path) -> N
 
 
 class Far(TensorDictModule):
-    """Acts outside of every bound, without learning."""
+    """A policy without parameters that acts outside all bounds."""
 
     def __init__(self) -> None:
         super().__init__(lambda x: x.new_full((*x.shape[:-1], 2), 50.0), ["observation"], ["action"])
@@ -221,7 +221,7 @@ def test_actions_without_a_box_are_refused_before_anything_is_collected() -> Non
 
 
 class Film(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Writes a file where Gymnasium, which needs moviepy for that, would write a video."""
+    """Write a file instead of a video, because Gymnasium needs moviepy for videos."""
 
     def __init__(self, env: Any, folder: str, episode_trigger: Any) -> None:
         super().__init__(env)
@@ -255,7 +255,7 @@ def test_format_keeps_whether_it_clips(space: Any) -> None:
             raw = form.to_environment(action, clip=False)
             np.testing.assert_array_equal(raw, specs.action_format.to_environment(action))
             assert form.outside(action).tolist() == specs.action_format.outside(action).tolist()
-    # Files of earlier releases do not say.
+    # Files of earlier releases do not contain the setting.
     del state["action_format"]["clip"]
     assert not specs_from_state(state).action_format.clip
 

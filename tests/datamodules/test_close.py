@@ -1,4 +1,4 @@
-"""What a run has started ends with it; an interruption of a whole run is among the tests of the command line."""
+"""A run ends its collector and processes; tests of the command line cover the interruption of a run."""
 
 from __future__ import annotations
 

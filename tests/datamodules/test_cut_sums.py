@@ -1,4 +1,4 @@
-"""Sums over episodes begin again where a user's collector cuts trajectories without an end flag."""
+"""Sums over episodes restart if a user's collector cuts trajectories without an end flag."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ ENVS, STEPS = 2, 6
 
 
 class Cutting:
-    """Delivers rollouts whose every reward is 1, with ends and cuts of its own.
+    """Yield rollouts with reward 1 in each step, and with scripted ends and cuts.
 
     Args:
-        policy: what acts.
-        how: how a cut can be seen.
-        data: the DataModule, in a list.
+        policy: the acting policy.
+        how: the sign of a cut.
+        data: a list with the DataModule.
     """
 
     def __init__(self, policy: Any, how: str, data: list[Any]) -> None:
@@ -42,7 +42,7 @@ class Cutting:
             step, env = torch.arange(number, number + STEPS).expand(ENVS, STEPS), torch.arange(ENVS).unsqueeze(1)
             done = (step + 3 * env) % 11 == 10
             cut = (step + env) % 7 == 4
-            if self.how not in ("ids", "is_init"):  # which are seen at the first row of a write only
+            if self.how not in ("ids", "is_init"):  # other cuts are only visible at the first row of a write
                 cut = (step % (2 * STEPS) == 0) & (step > 0)
             for name in ("done", "truncated"):
                 rows["next", name] = done.unsqueeze(-1)
@@ -70,7 +70,7 @@ class Cutting:
         self.inner.shutdown()
 
     def brute(self, gamma: float) -> tuple[list[int], torch.Tensor]:
-        """Return the lengths of the finished episodes, and all discounted sums, by walking over all steps."""
+        """Compute the lengths of the finished episodes, and all discounted sums, in a plain loop."""
         done, cut = torch.cat(self.done, 1), torch.cat(self.cuts, 1)
         lengths, sums = [], []
         for env in range(ENVS):
@@ -88,7 +88,7 @@ class Cutting:
 
 @pytest.fixture
 def finished(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Lengths of the episodes that were counted."""
+    """Return a list that receives the lengths of the counted episodes."""
     found: list[int] = []
     summary = FinishedEpisodes.summary
 

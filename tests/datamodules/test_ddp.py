@@ -1,4 +1,4 @@
-"""On two ranks, each has experience of its own, and both the same weights and statistics."""
+"""Two ranks collect different experience, and have the same weights and statistics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchrl_lightning import LastCheckpoint
 
 
 class FirstBatch(TinyActorCritic):
-    """Keeps the sum of the first observations."""
+    """Store the sum of the first observations."""
 
     def training_step(self, batch, batch_idx):
         self.first = getattr(self, "first", batch["observation"].sum().item())
@@ -22,7 +22,7 @@ class FirstBatch(TinyActorCritic):
 
 
 def met(module, data):
-    normalization = data.state_dict()["normalization"]  # which all ranks return together
+    normalization = data.state_dict()["normalization"]  # all ranks must call it together
     (observed,) = normalization["observation"]["entries"]
     return {
         "seed": data.collector.seed,
@@ -45,7 +45,7 @@ def fits(folder):
     def fit(name, callback, resume=None):
         torch.manual_seed(0)
         data = rollouts(collector=recording(2, 32), **sizes, **normalised)
-        # The end is no multiple of the epochs between evaluations: all ranks have to evaluate and save it together.
+        # Three epochs are not a multiple of five: all ranks have to evaluate and save the end together.
         ends = {"max_epochs": 3, "limit_val_batches": 1, "check_val_every_n_epoch": 5}
         fit_ranks(FirstBatch(), data, Report(folder, name, met), callback, resume=resume, **ends)
 
@@ -55,7 +55,7 @@ def fits(folder):
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """Folder of a run that saves itself, and of its resumption."""
+    """Return the folder of a run that saves a checkpoint, and of the resumed run."""
     return run_ranks(fits, tmp_path_factory.mktemp("ddp"))
 
 

@@ -1,4 +1,4 @@
-"""Demonstrations are played, learned from and mined in runs; how such runs resume is a contract."""
+"""Runs replay demonstrations, learn from them and mine them; contract tests cover resumed runs."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def fits(folder, shared):
 
 @pytest.fixture(scope="module", params=[False, True], ids=["separate", "shared"])
 def two_ranks(request, tmp_path_factory):
-    """Whether demonstrations are shared, and the folder of a run on two ranks and of its resumption."""
+    """Return whether demonstrations are shared, and the folder of a run on two ranks and its resumed run."""
     return request.param, run_ranks(fits, tmp_path_factory.mktemp("ranks"), request.param)
 
 

@@ -1,4 +1,4 @@
-"""Fits of a model to growing experience: passes, parts, protocol, limits and resume."""
+"""Fits of a dynamics model to growing experience: epochs, split, protocol, limits and resume."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Steer(nn.Module):
 
 
 class Linear(L.LightningModule):
-    """Linear models of Pendulum, with the policy alone: no part of the protocol that is optional."""
+    """Linear models of Pendulum with a policy, without the optional methods of the protocol."""
 
     def __init__(self, members=2):
         super().__init__()
@@ -52,7 +52,7 @@ class Linear(L.LightningModule):
 
 
 class Stopping(Linear):
-    """Ends each fit after its second validation."""
+    """A model that ends each fit after its second validation."""
 
     def __init__(self, members=2):
         super().__init__(members)
@@ -68,7 +68,7 @@ class Stopping(Linear):
 
 
 def model_data(**settings):
-    """Fits of three epochs to 60 rows, to 80, and so on, of two environments."""
+    """Return data of two environments: fits of three epochs read 60 rows, then 80, and so on."""
     frames = {"num_envs": 2, "warmup_frames": 60, "frames_per_fit": 20, "total_frames": -1}
     return any_model_data(**{"num_members": 2, "max_epochs_per_fit": 3, "eval_episodes": 2, **frames, **settings})
 
@@ -90,7 +90,7 @@ def fit(folder, data, module=None, ckpt_path=None, **kwargs):
 
 @pytest.fixture(scope="module")
 def four_epochs(tmp_path_factory):
-    """Data and module behind a fit, and one epoch of the next."""
+    """Train for one fit and one epoch of the next fit; return data and module."""
     data = model_data(terminated=True)
     return data, fit(tmp_path_factory.mktemp("run"), data)[0]
 
@@ -125,7 +125,7 @@ def test_parts_are_disjoint_keep_their_rows_and_are_standardised_by_the_training
         training = torch.cat([batch["inputs"].flatten(0, 1) for batch in module.served(epoch)])
         assert not {tuple(row) for row in validation.tolist()} & {tuple(row) for row in training.tolist()}
         kept.add(len(validation))
-    assert len(kept) == 2  # the later fit has more of them
+    assert len(kept) == 2  # the later fit has more validation rows
     held = data.split.parts(torch.arange(60))[1]
     assert held.equal(data.split.parts(torch.arange(80))[1][: len(held)])
     rows = data.buffer.storage.get(data.split.parts(torch.arange(80))[0])

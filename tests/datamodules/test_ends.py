@@ -1,4 +1,4 @@
-"""Where a run ends: at `total_frames`, whatever else shortens its epochs."""
+"""A run ends at `total_frames`, also if other settings shorten its epochs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrl_lightning import GymnasiumCollector, make_vector_env
 
 
 class Limit(L.Callback):
-    """Ends a run that does not end of its own accord."""
+    """Fail if a run does not end by itself."""
 
     def on_train_batch_end(self, trainer, *args):
         assert trainer.global_step < 60, "training goes on"
@@ -107,7 +107,7 @@ def test_run_without_an_end_logs_one_warning(tmp_path, caplog):
         (-1, {"max_time": "00:00:01:00"}),
         (-1, {"callbacks": [Stop(), Timer({"minutes": 1})]}),
         (-1, {"fast_dev_run": True}),
-        (-1, {"max_epochs": None}),  # of which Lightning makes 1000
+        (-1, {"max_epochs": None}),  # Lightning replaces None by 1000
     ],
 )
 def test_run_with_an_end_logs_no_warning(tmp_path, caplog, frames, settings):

@@ -1,4 +1,4 @@
-"""Evaluation plays what collection steps, or the run is refused before it trains."""
+"""Evaluation uses the environment of the collection, or the run raises an error before it trains."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ SIZES = {"num_envs": 2, "frames_per_batch": 64}
 
 
 class Shift(TransformObservation):
-    """Observes everything ten to the right, within the same bounds."""
+    """Add ten to all observations without new bounds."""
 
     def __init__(self, env):
         super().__init__(env, lambda observation: observation + np.float32(10), env.observation_space)
@@ -137,7 +137,7 @@ def test_ready_vector_environment_is_compared_with_eval_env(fit, caplog) -> None
 def test_specs_of_environments_in_other_processes_are_compared(fit) -> None:
     def collector(policy, seed):
         made = AsynchronousCollector(CountingEnv, policy, num_workers=1, **SIZES, seed=seed)
-        made.rollout = None  # nothing is asked of a process
+        made.rollout = None  # the check must not need a rollout
         return made
 
     with pytest.raises(ValueError, match=r"'observation'.*shape=\(4,\).*\(3,\)"):
@@ -172,7 +172,7 @@ def test_wrappers_are_named_from_the_inside_out() -> None:
 
 
 class Bare(gym.Wrapper):
-    """Keeps no arguments."""
+    """A wrapper that does not store its arguments."""
 
     def __init__(self, env, shown=0):
         super().__init__(env)
@@ -245,7 +245,7 @@ WAYS_IN = {
 
 
 class Acts:
-    """Acts at random, and keeps what it sees."""
+    """A random policy that stores its inputs."""
 
     def __init__(self):
         self.seen, self.random = [], torch.Generator().manual_seed(0)
@@ -256,7 +256,7 @@ class Acts:
 
 
 class Evaluates(DQNModule):
-    """Plays the same episodes in the environment that is stepped, and in an evaluation."""
+    """Play the same episodes in the collector's environment and in an evaluation."""
 
     def on_train_epoch_end(self):
         super().on_train_epoch_end()
@@ -297,7 +297,7 @@ def test_transforms_of_observations_or_rewards_are_named() -> None:
         assert "expected CartPoleEnv > RewardScaling as" in str(difference(env, ready()))
         with pytest.raises(ValueError, match="> RewardScaling"):
             difference(env, ready(), given=False)
-    # One of Gymnasium's own stands for it.
+    # A reward wrapper of Gymnasium replaces the transform.
     assert difference(scaled, ready(partial(TransformReward, func=lambda r: r / 10)), given=False) is None
 
 

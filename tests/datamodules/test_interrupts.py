@@ -1,4 +1,4 @@
-"""Signals at every boundary between the components of a run: a resumed run is the run that is not stopped."""
+"""A signal may stop a run at every boundary between its components: the resumed run equals an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ IGNORED = ("/interrupts.py",)
 
 @contextmanager
 def at_return(is_due: Callable[[FrameType], bool], *numbers: int) -> Iterator[list[str]]:
-    """Send this process signals when a function returns for which ``is_due`` is true; yield its name, once sent."""
+    """Send signals to this process when a function returns and ``is_due`` is true; yield the functions' names."""
     sent: list[str] = []
     left = list(numbers)
 
@@ -55,7 +55,7 @@ def at_return(is_due: Callable[[FrameType], bool], *numbers: int) -> Iterator[li
 
 
 def nth_return(number: int, name: str | None = None) -> Callable[[FrameType], bool]:
-    """Be true from the ``number``-th return on, of a function of this name, or of any of the packages in ``WHERE``."""
+    """Return a function that is true from the ``number``-th return on, of this function or of packages in ``WHERE``."""
     seen = 0
 
     def is_due(frame: FrameType) -> bool:
@@ -72,7 +72,7 @@ def nth_return(number: int, name: str | None = None) -> Callable[[FrameType], bo
 
 
 def run(folder: Path, make: Callable[[Path], tuple[Any, Any]], ckpt_path: Path | None = None, **settings: Any) -> Path:
-    """Fit with the checkpoints of our commands, to the end or to a signal; return the last checkpoint."""
+    """Fit with the checkpoints of our commands, to the end or to a signal; return the path of the last checkpoint."""
     last = LastCheckpoint(folder)
     best = BestCheckpoint(folder, "best", monitor="eval/return", mode="max")
     module, data = make(folder)
@@ -83,7 +83,7 @@ def run(folder: Path, make: Callable[[Path], tuple[Any, Any]], ckpt_path: Path |
 
 
 def content(path: Path) -> dict[str, Any]:
-    """Return all that a checkpoint holds but times and folders."""
+    """Return the content of a checkpoint without times and folders."""
     stored = torch.load(path, weights_only=True)
     (name,) = (name for name in stored if name.endswith("DataModule"))
     (own,) = stored[name]["ranks"]
@@ -96,7 +96,7 @@ def content(path: Path) -> dict[str, Any]:
 
 
 def changed(whole: Path, resumed: Path) -> list[str]:
-    """Name the entries in which the last checkpoints of two runs differ."""
+    """Return the names of the entries that differ in the last checkpoints of two runs."""
     return [each.partition(":")[0] for each in differences(content(whole), content(resumed))]
 
 
@@ -108,7 +108,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def usual_handlers() -> Iterator[None]:
-    """Let signals do what they do in a new process: background jobs ignore Ctrl-C, and Ray exits on SIGTERM."""
+    """Set Python's default handlers, because background jobs ignore Ctrl-C and Ray exits on SIGTERM."""
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
@@ -187,7 +187,7 @@ CASES = [(stream, name) for stream, names in BOUNDARIES.items() for name in name
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Give the last checkpoint of a run that is not stopped, and the folder beside which others are to be."""
+    """Return a function that runs each stream once without a stop, and returns the last checkpoint."""
 
     def run_once(stream: str) -> Path:
         folder = tmp_path_factory.mktemp(stream)
@@ -236,7 +236,7 @@ def test_second_ctrl_c_stops_within_the_step_and_keeps_the_checkpoint_before(
 
 
 class SlowCartPole(CartPoleEnv):
-    """Stops the run at a step, and counts the steps that come after it."""
+    """Interrupt the run at one step, and count all steps."""
 
     stop_at, steps = -1, 0
 
@@ -275,7 +275,7 @@ def test_ctrl_c_during_an_evaluation_stops_it(tmp_path: Path, monkeypatch: pytes
 
 
 class Failing(PPOModule):
-    """Fails behind a rollout, before it is accepted."""
+    """Fail after a rollout is collected and before it is accepted."""
 
     left = 2
 

@@ -1,4 +1,4 @@
-"""Float64 observations beyond float32's range: refused before an update learns from infinities."""
+"""Float64 observations beyond the range of float32 raise an error before an update learns from infinities."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAYS = r"observation 'observation'.* with -?\S+e\+\d+, expected magnitudes of at
 
 
 class Scaled(gym.ObservationWrapper[Any, Any, Any]):
-    """Shows float64 observations, multiplied by a number from the first step on, or from a later one on."""
+    """Multiply float64 observations by a number, from the first step on or from a later step on."""
 
     def __init__(self, name: str, scale: float, after: int = 0) -> None:
         super().__init__(gym.make(name))
@@ -39,7 +39,7 @@ class Scaled(gym.ObservationWrapper[Any, Any, Any]):
 
 
 class Named(gym.ObservationWrapper[Any, Any, Any]):
-    """Shows a dict of a plain and a large entry."""
+    """Return a dict of a plain and a large entry."""
 
     def __init__(self) -> None:
         super().__init__(Scaled("CartPole-v1", 1e39))

@@ -1,4 +1,4 @@
-"""Runs whose observations vary a little around a large value learn from the same numbers as around zero."""
+"""Runs with small changes around a large observation learn from the same numbers as runs around zero."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ STEPS = np.random.default_rng(0).integers(-8, 9, size=(1 << 14, 2)) / 4
 
 
 class Clock(gymnasium.Env[Any, Any]):
-    """Observe an origin plus quarters, whatever is done; an episode has 20 steps.
+    """Observe an origin plus multiples of a quarter for any action; an episode has 20 steps.
 
     Args:
-        origin: What is added to the first number.
+        origin: The number that is added to the clock.
         dtype: The dtype of the observation; quarters become whole numbers if it is an integer.
-        nested: Observe a Dict of the clock and a number that single precision holds.
-        constant: Observe nothing but the origin.
+        nested: Observe a Dict of the clock and a float32 number.
+        constant: Observe only the origin.
         continuous: Take actions from a Box.
     """
 
@@ -82,7 +82,7 @@ KINDS = [(ORIGIN, "float64"), (ORIGIN, "int64"), (ORIGIN, "int32"), (-5412345.5,
 
 
 class Watching:
-    """Keep each batch that a module learns from."""
+    """Store each training batch of a module."""
 
     def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> None:
         self.__dict__.setdefault("seen", []).append(batch.clone())
@@ -110,7 +110,7 @@ def fitted(data: Any, module: Any, epochs: int = 3, **settings: Any) -> tuple[An
 
 
 def seen(module: Any, *key: str) -> Tensor:
-    """Return an entry of the batches that a module has learnt from, but the first, which nothing had normalised."""
+    """Return an entry of all training batches except the first batch, which is not normalised."""
     return torch.cat([batch[key].flatten() for batch in module.seen[1:]]).double()
 
 
@@ -120,7 +120,7 @@ def agent(cls: Any, **settings: Any) -> Any:
 
 
 def check_alike(near: Any, far: Any, *keys: tuple[str, ...]) -> None:
-    """Compare what two modules have learnt from, one around zero and one around a large value."""
+    """Compare the training batches of two modules, one around zero and one around a large value."""
     for key in keys:
         expected, found = seen(near, *key), seen(far, *key)
         assert expected.unique().numel() > 10
@@ -179,7 +179,7 @@ def test_small_differences_are_kept_by_all_replay_buffers(name: str, origin: flo
     first = [module.seen[1]["observation"] for module in modules]
     torch.testing.assert_close(first[1], first[0], atol=1e-4, rtol=0.0)
     assert first[1].unique().numel() > 4
-    if "prioritized" not in name:  # whose draws depend on errors, and these on the last bits
+    if "prioritized" not in name:  # prioritized samples depend on the last bits of the errors
         check_alike(*modules, ("observation",), ("next", "observation"))
 
 
@@ -196,7 +196,7 @@ def test_intrinsic_rewards_are_those_around_zero() -> None:
 
 @pytest.fixture
 def trained(tmp_path: Any) -> Any:
-    """A module, its data and its checkpoint, for observations around a large value."""
+    """Train with observations around a large value; return module, data and checkpoint."""
     data = rollouts(partial(Clock, ORIGIN))
     module, run = fitted(data, agent(PPO), default_root_dir=tmp_path)
     run.save_checkpoint(tmp_path / "at.ckpt")

@@ -1,4 +1,4 @@
-"""Each callback and setting of Lightning has its effect on our learners, or is refused before training."""
+"""Each callback and setting of Lightning has its effect on our learners, or raises an error before training."""
 
 from __future__ import annotations
 

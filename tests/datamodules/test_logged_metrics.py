@@ -1,4 +1,4 @@
-"""Rows of loggers count environment frames, and callbacks find Lightning's step, epoch and our metrics."""
+"""Logged rows count environment frames, and callbacks find Lightning's step and epoch and our metrics."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CASES: dict[str, tuple[Any, Any]] = {
 
 
 class Seen(L.Callback):
-    """Keeps the names of all metrics wherever a checkpoint may be written."""
+    """Store the names of all metrics in each hook that may write a checkpoint."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -117,7 +117,7 @@ def test_evaluations_are_means_over_their_episodes(call: str) -> None:
 
 
 class Logging(PPOModule):
-    """Logs by ``self.log`` wherever Lightning lets it."""
+    """Call ``self.log`` in training steps, in validation steps and at the end of an epoch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         super().training_step(batch, batch_idx)
@@ -149,7 +149,7 @@ def test_logged_rows_count_frames_in_a_user_trainer(callbacks: Any, every: int, 
     (curve,) = read_source(tmp_path / "csv" / "metrics.csv", "mine/late", "step")
     assert curve.unit == "environment frames"
     rows = steps_of(tmp_path / "csv" / "metrics.csv", "mine/update_step")
-    # Of 12 updates every first, third or fiftieth is logged, each over the frames that were collected before it.
+    # Every first, third or fiftieth of the 12 updates is logged with the frames that were collected before it.
     assert rows == [64 * (1 + update // 4) for update in range(12) if (update + 1) % every == 0]
 
 
@@ -212,7 +212,7 @@ def test_clock_is_read_only_for_logged_rows(tmp_path: Path, monkeypatch: pytest.
     settings: dict[str, Any] = {"callbacks": [RolloutMetricsLogger()], "logger": DummyLogger(), "log_every_n_steps": 8}
     run = trainer(tmp_path, max_epochs=1, limit_val_batches=0, **settings)
     run.fit(Logging(), datamodule=rollouts(num_epochs=8, updates_per_step=1))
-    # Of 16 updates two are logged, and the epoch; besides the callback asks when training begins and for its own row.
+    # Two of 16 updates and the epoch read the clock; the callback reads it at the start and for its row.
     assert len(asked) == 5
 
 

@@ -41,7 +41,7 @@ OFFSET = 1e6
 
 
 class Scripted(gym.Env[Any, Any]):
-    """Pays rewards and ends episodes by its number, which counts the environments of all ranks."""
+    """Rewards and lengths of episodes depend on the environment's number over all ranks."""
 
     observation_space = gym.spaces.Box(-1.0, 1.0, [2])
     action_space = gym.spaces.Discrete(2)
@@ -100,7 +100,7 @@ CASES: dict[str, tuple[Callable[..., Any], bool]] = {
     "late rollouts": (on_policy, True),
     "late replay": (replay, True),
 }
-"""The data of a run, and whether no episode ends on the second rank in the first epochs."""
+"""The factory of a run, and whether the second rank finishes no episode in the first epochs."""
 
 
 class EvaluatedAlready(Callback):

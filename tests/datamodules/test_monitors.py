@@ -1,4 +1,4 @@
-"""Lightning's callbacks monitor every metric that a log shows, also one that comes with the first finished episode."""
+"""Lightning's callbacks monitor every logged metric, also if it is logged from the first finished episode on."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ pytestmark = [
 
 
 class Long(gym.Env[Any, Any]):
-    """Episodes of 40 steps, rewarded with 1 each."""
+    """Episodes of 40 steps with reward 1."""
 
     observation_space, action_space = spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(2)
     limit = 40
@@ -62,7 +62,7 @@ class Endless(Long):
 
 
 class Rows(DummyLogger):
-    """Keeps the names of what is logged."""
+    """A logger that stores the names of the logged metrics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Rows(DummyLogger):
 
 
 def long(env: Any = Long, **settings: Any) -> OnPolicyDataModule:
-    """Rollouts of 16 steps each: the first episodes end in the third one."""
+    """Return data with rollouts of 16 steps, so the first episodes end in the third rollout."""
     sizes = {"num_envs": 2, "frames_per_batch": 32, "num_mini_batch": 1, "num_epochs": 2, "eval_env": Long}
     return OnPolicyDataModule(env, **{**sizes, "eval_episodes": 1, "seed": 0, "updates_per_step": 1, **settings})
 
@@ -103,7 +103,7 @@ MONITORS = ["train/return", "train/length", "train/entropy", "train/grad_norm", 
 
 
 class Watching(EarlyStopping):
-    """Keeps what it was given."""
+    """Store the monitored values."""
 
     def __init__(self, monitor: str, **settings: Any) -> None:
         super().__init__(monitor, patience=100, mode="max", **settings)
@@ -197,7 +197,7 @@ def test_checkpoint_within_an_epoch_waits_for_a_metric_of_its_end(tmp_path: Path
 
 
 def monitored(tmp_path: Path, monitor: str, module: Any, data: Any, *callbacks: Any) -> None:
-    """Fit nothing, with a checkpoint that monitors a metric."""
+    """Fit without batches, with a checkpoint callback that monitors a metric."""
     best = BestCheckpoint(tmp_path, monitor=monitor)
     run = trainer(tmp_path, max_epochs=1, callbacks=[best, *callbacks], limit_train_batches=0, limit_val_batches=0)
     run.fit(module, datamodule=data)
@@ -271,21 +271,21 @@ def test_error_names_the_similar_metric_or_all_metrics(monitor: str, meant: str,
 
 
 class OwnPPO(PPOModule):
-    """Logs a metric of its own."""
+    """A module that logs an additional metric."""
 
     def epoch_metrics(self) -> dict[str, float]:
         return {**super().epoch_metrics(), "mine": 1.0}
 
 
 class OwnBuffer(GAEBuffer):
-    """Logs a metric of its own."""
+    """A buffer that logs an additional metric."""
 
     def metrics(self, policy_version: int | None = None) -> dict[str, float]:
         return {**super().metrics(policy_version), "train/mine": 1.0}
 
 
 class OwnCallback(L.Callback):
-    """Logs a metric of its own."""
+    """A callback that logs an additional metric."""
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         trainer.callback_metrics["train/mine"] = torch.tensor(1.0)

@@ -1,4 +1,4 @@
-"""A data set fills the buffer: alone, or before what is collected; how such runs resume is a contract."""
+"""A data set fills the buffer, with or without later collection; contract tests cover resumed runs."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 
 @pytest.fixture(scope="module")
 def cartpole(tmp_path_factory):
-    """A directory of episodes of CartPole."""
+    """Return a folder with recorded episodes of CartPole."""
     return recorded(tmp_path_factory.mktemp("cartpole"))
 
 
 @pytest.fixture(scope="module")
 def rows(cartpole):
-    """Their steps."""
+    """Return the steps of each recorded episode."""
     specs = environment_specs(make_vector_env("CartPole-v1", 1))
     return [transitions(each, specs) for each in read_dataset(cartpole, "CartPole-v1")]
 
@@ -72,7 +72,7 @@ def test_collected_steps_follow_the_data(name, cartpole, rows, tmp_path):
     writer, cells = data.buffer.writer, data.buffer.storage.get
     assert sum(writer.positions) == sum(map(len, rows)) + 30
     lengths = [0, 0]
-    for each in rows:  # an episode goes into the ring that had the fewest steps before
+    for each in rows:  # an episode is written into the ring with the fewest steps
         ring = lengths.index(min(lengths))
         position = torch.arange(lengths[ring], lengths[ring] + len(each))
         found = cells(writer.cell(torch.tensor(ring), position))
@@ -157,7 +157,7 @@ def test_data_that_do_not_fit_are_refused_before_training(cartpole, rows, tmp_pa
 
 
 class Match(gym.Env):
-    """Rewards actions that are near to the number that is shown; an episode has three steps."""
+    """Reward actions near the last observed number; an episode has three steps."""
 
     observation_space = spaces.Box(-1, 1, (1,), np.float32)
     action_space = spaces.Box(-1, 1, (1,), np.float32)
@@ -196,7 +196,7 @@ def iql(specs):
 
 
 def learned(folder, policy, agent, epochs):
-    """Learn from what a policy does; return the data, and the mean return of what was learned."""
+    """Learn from the recorded episodes of a policy; return the data, and the mean return of the learned policy."""
     recorded(folder, Match, policy, 60)
     torch.manual_seed(0)
     data = offline(folder, env=Match, batch_size=64, updates_per_epoch=50, eval_episodes=20)
@@ -213,7 +213,7 @@ def test_iql_is_better_than_its_data(tmp_path):
 
 
 class Cloning(LossModule):
-    """TorchRL's own warns of an annotation that it lacks."""
+    """A cloning loss, because TorchRL's own loss warns about a missing annotation."""
 
     functional = False
 

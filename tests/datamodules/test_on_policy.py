@@ -18,7 +18,7 @@ from torchrl_lightning import GAEBuffer, VanillaOnPolicyBuffer, VTraceBuffer
 
 
 class Recorder(TinyActorCritic):
-    """Keeps the observations of each epoch."""
+    """Store the observations of each epoch."""
 
     def training_step(self, batch, batch_idx):
         seen = self.__dict__.setdefault("seen", {})
@@ -34,13 +34,13 @@ def test_epoch_is_one_rollout_in_all_its_mini_batches(tmp_path):
     for batches in module.seen.values():
         first_pass, second_pass = torch.cat(batches[:2]), torch.cat(batches[2:])
         assert len(first_pass) == 64
-        # Two passes see the same samples, in another order.
+        # Both passes read the same samples, in different orders.
         assert not torch.equal(first_pass, second_pass)
         assert torch.equal(first_pass.unique(dim=0), second_pass.unique(dim=0))
 
 
 class Stamping(TinyActorCritic):
-    """Checks that each rollout was acted with the weights that the last update had left."""
+    """Check that the policy collected each rollout with the weights of the last update."""
 
     def configure_model(self):
         super().configure_model()
@@ -80,7 +80,7 @@ def test_second_fit_continues_with_the_same_buffer_and_count(tmp_path):
     fit(tmp_path, data, module, max_epochs=1)
     assert data.buffer is buffer
     assert data.frames == 2 * 64
-    # Printing iterates no loader.
+    # Printing does not iterate a loader.
     assert str(data) == repr(data)
     assert "frames=128" in str(data)
     assert data.frames == 2 * 64
@@ -151,7 +151,7 @@ def collector(policy, num_envs=1, frames=64):
 def test_torchrl_collectors_are_accepted(num_envs, tmp_path):
     data = rollouts(num_envs=num_envs, collector=partial(collector, num_envs=num_envs))
     fit(tmp_path, data, max_epochs=-1)
-    # The collector ended of its own accord, and so did the training.
+    # The run ends when its collector ends.
     assert data.frames == 128
 
 

@@ -1,4 +1,4 @@
-"""Rows of several workers are told apart: in returns, in the rings of a replay buffer, in the filter of rewards."""
+"""Returns, rings of a replay buffer and filters of rewards distinguish the rows of several workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrl_lightning.environments.env_ids import EnvIdTracker, env_ids
 
 
 class Keep(L.Callback):
-    """Keeps the number of episodes that end, and their lengths."""
+    """Count the finished episodes, and store their lengths."""
 
     def __init__(self) -> None:
         self.episodes, self.lengths = 0.0, set()
@@ -61,7 +61,7 @@ def test_environments_have_their_own_rings(label, tmp_path) -> None:
     data, keep = replay_data(env=CountingEnv, collector=workers(4, label), write_back=[], **sizes), Keep()
     fit_replay(tmp_path, data, callbacks=[keep])
     writer = data.buffer.writer
-    assert len(set(writer.positions.tolist())) > 1  # the workers are not equally far
+    assert len(set(writer.positions.tolist())) > 1  # the workers have made different numbers of steps
     for ring in range(4):
         cells = torch.arange(int(writer.positions[ring])) * 4 + ring
         observation = data.buffer.storage.get(cells)["observation"]

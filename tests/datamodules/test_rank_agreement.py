@@ -1,4 +1,4 @@
-"""On two ranks, a collector that ends or collects less on one rank ends the run on both, without a rank that waits."""
+"""If the collector of one rank ends or collects less, the run ends on both ranks, and neither rank waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchrl_lightning._core.ranks import this_rank
 from torchrl_lightning.datamodules._run.rank_agreement import rollouts_of_all_ranks
 
 ENDS = {"first": (2, 4), "second": (5, 3), "uneven": (9, 9)}
-"""The number of rollouts of each rank, by the rank whose collector ends earlier."""
+"""The number of rollouts of each rank, by the rank with the collector that ends earlier."""
 
 
 def make(name: str, case: str) -> tuple[Any, Any]:
@@ -75,7 +75,7 @@ def test_ranks_stop_together_if_one_collector_ends(name: str, frames: int, tmp_p
 
 
 class OtherRankIsEmpty(SingleDeviceStrategy):
-    """A strategy of one process whose other rank has no rows in its replay service for two decisions."""
+    """A strategy of one process; it simulates a second rank that has no rows to sample in two decisions."""
 
     def __init__(self) -> None:
         super().__init__("cpu")

@@ -1,4 +1,4 @@
-"""Refreshed recurrent states find their way back into the buffer."""
+"""Refreshed recurrent states are written back into the buffer."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from kit.replay import SIZE, cells, experience, fit, replay_data
 from torchrl_lightning.agents import DQNModule, RecurrentNetwork
 from torchrl_lightning.replay import SequenceSampler
 
-# All frames are there before the first update.
+# All frames are collected before the first update.
 STILL = {"warmup_frames": 41, "frames_per_update": 0.01}
 STATES = [("recurrent_state",), ("next", "recurrent_state")]
 
 
 class Noting(DQNModule):
-    """Notes what its batches hold after each step, and what the buffer held when the first one was served."""
+    """Record each batch after its update, and the content of the buffer before the first update."""
 
     def training_step(self, batch, batch_idx):
         if not hasattr(self, "before"):
@@ -60,7 +60,7 @@ def test_refreshed_states_replace_the_stored_ones(cell, keys, tmp_path):
 
 
 class Idle(Noting):
-    """Does not learn from what the second epoch serves: the states in it are the first of each window, expanded."""
+    """Skip the updates of the second epoch: its batches repeat the first state of each window."""
 
     def training_step(self, batch, batch_idx):
         if self.current_epoch == 0:
@@ -102,7 +102,7 @@ def test_overwritten_cells_keep_their_new_states(tmp_path):
 
     data, module = replay_data(windows(), warmup_frames=SIZE, updates_per_epoch=1), recurrent(Overwriting)
     fit(tmp_path, data, module, max_epochs=1)
-    # Half of each ring is new; the other half took what was rewritten.
+    # Half of each ring is new; the other half received the refreshed states.
     found, (batch,) = cells(data), module.batches
     new = (found["recurrent_state"] == 5.0).flatten(1).all(1)
     assert int(new.sum()) == SIZE // 2
@@ -114,12 +114,12 @@ def test_overwritten_cells_keep_their_new_states(tmp_path):
 
 
 def test_n_step_successors_are_seen_through_the_steps_between(tmp_path):
-    """As the buffer folds them; those behind the window do not count, nor are later states rewritten."""
+    """Successors after the window do not count, and their states are not rewritten."""
     data, module = replay_data(windows(3, burn_in=0), warmup_frames=120), recurrent()
     fit(tmp_path, data, module)
     for batch in module.batches:
         ahead = torch.arange(6) + batch["steps_to_next_obs"]
-        # After the last step of an episode, and after the newest one, follows what is stored with it.
+        # The last step of an episode and the newest step have a stored successor.
         ended = (batch["steps_to_next_obs"] == 1) & batch["mask"]
         inside = (ahead < 6) & batch["mask"].gather(1, ahead.clamp(max=5))
         closing = torch.stack([ended[row].gather(0, ahead[row].clamp(max=6) - 1) for row in range(8)])

@@ -1,4 +1,4 @@
-"""Updates drawn from a replay buffer, and frames in a fixed ratio to them."""
+"""Updates sample from a replay buffer, and frames have a fixed ratio to updates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 
 
 class Recorder(DQNModule):
-    """Notes what the DataModule had done when each update began, and its batch."""
+    """Record the counters of the DataModule and the batch at the start of each update."""
 
     def training_step(self, batch, batch_idx):
         data = self.trainer.datamodule
@@ -30,7 +30,7 @@ class Recorder(DQNModule):
 
 
 def expected_frames(update, ratio, warmup=40, frames_per_batch=2):
-    """Frames before update number `update`, counted from 0."""
+    """Return the number of frames before update number `update`, counted from 0."""
     return math.ceil((warmup + update * Fraction(ratio)) / frames_per_batch) * frames_per_batch
 
 
@@ -39,7 +39,7 @@ def expected_frames(update, ratio, warmup=40, frames_per_batch=2):
     [(1e-7, 10**7, 1), (0.1234567, 10**12, 123_456_700_000), (1 / 3, 3 * 10**17, 10**17), (0.1, 10**17, 10**16)],
 )
 def test_small_ratio_collects_new_frames_eventually(ratio, updates, frames):
-    """Without rounding, so that a small ratio is not none, and a long run does not drift."""
+    """The ratio is not rounded, so that a small ratio is not zero and a long run does not drift."""
     data = replay_data(frames_per_update=ratio, warmup_frames=0)
     data._clock.frames = frames
     waits = []
@@ -53,13 +53,13 @@ def test_ratio_of_frames_to_updates_is_exact(ratio, exact, tmp_path):
     data = replay_data(frames_per_update=ratio, updates_per_epoch=31)
     module, _ = fit(tmp_path, data, dqn(Recorder))
     assert len(data.train_dataloader()) == 31
-    # No batch is drawn ahead: the buffer holds the frames of its own update.
+    # Batches are not sampled in advance: the buffer has exactly the frames of its update.
     found = [seen[:3] for seen in module.seen]
     assert found == [(u + 1, expected_frames(u, exact), expected_frames(u, exact)) for u in range(62)]
 
 
 def test_warm_up_acts_at_random_before_the_policy(tmp_path):
-    """A policy without exploration always pushes the same way from the same state; random actions do not."""
+    """A policy without exploration takes one action in each state; random actions differ."""
     data = replay_data(warmup_frames=200, frames_per_update=4.0)
     module = dqn(epsilon_start=0.0, epsilon_end=0.0)
     module.learning_rate = 1e-30  # no weight changes
@@ -73,7 +73,7 @@ def test_warm_up_acts_at_random_before_the_policy(tmp_path):
 
 
 class QValues(L.LightningModule):
-    """Learns by a policy of TorchRL's, which writes values beside the action."""
+    """A module with a policy of TorchRL, which also writes values."""
 
     def configure_model(self):
         spec = self.trainer.datamodule.specs.action
@@ -103,7 +103,7 @@ def test_buffers_of_all_kinds_are_accepted(name, tmp_path):
     data = replay_data(recurrent if name == "recurrent" else name)
     module = dqn(Recorder, recurrent=name in ("sequence", "recurrent"))
     if name == "recurrent":
-        # One step at a time: each batch is a sequence of length 1 to a recurrent learner.
+        # A recurrent learner reads each step as a sequence of length 1.
         data.on_after_batch_transfer = lambda batch, index: batch.unsqueeze(1)
     fit(tmp_path, data, module)
     batch = module.seen[0][3]
@@ -130,7 +130,7 @@ def test_settings_that_exceed_memory_or_disk_are_refused_before_collection(tmp_p
 
 
 class Telling(ExperienceBuffer):
-    """Keeps the batches whose priorities it is told."""
+    """A buffer that stores the batches of its priority updates."""
 
     def update_tensordict_priority(self, data):
         self.told = [*getattr(self, "told", []), data]
@@ -138,7 +138,7 @@ class Telling(ExperienceBuffer):
 
 
 class Marking(DQNModule):
-    """Writes errors that tell the update."""
+    """Write errors that identify the update."""
 
     def training_step(self, batch, batch_idx):
         super().training_step(batch, batch_idx)
@@ -147,7 +147,7 @@ class Marking(DQNModule):
 
 
 class Critics(DQNModule):
-    """Writes the errors of two critics, or the larger of both."""
+    """Write the errors of two critics, or only the larger error."""
 
     several = True
 
@@ -158,7 +158,7 @@ class Critics(DQNModule):
 
 
 class OneCritic(Critics):
-    """Writes the larger one."""
+    """Write only the larger error."""
 
     several = False
 
@@ -182,7 +182,7 @@ def test_priorities_are_written_also_after_the_last_batch_of_an_epoch(tmp_path):
 
     data = replay_data(buffer, warmup_frames=100, frames_per_update=0.01)
     module, _ = fit(tmp_path, data, dqn(Marking))
-    # Twenty updates of two epochs: each batch once, in order, and the very one that the loss wrote into.
+    # Each batch of the twenty updates sets priorities once, in order, and is the object that the loss wrote into.
     assert len(module.served) == 20
     assert all(mine is theirs for mine, theirs in zip(data.buffer.told, module.served, strict=True))
     expected = {}
@@ -193,7 +193,7 @@ def test_priorities_are_written_also_after_the_last_batch_of_an_epoch(tmp_path):
 
 
 def test_n_step_returns_sum_what_follows(tmp_path):
-    """Every transition that is served equals the one computed by hand from the steps as they were collected."""
+    """Each sampled transition equals a transition that is computed from the collected steps in a plain loop."""
     buffer = experience(n_steps=3, gamma=0.5)
     collector = recording(2, 2, init_random_frames=120)
     data = replay_data(buffer, warmup_frames=120, num_envs=2, frames_per_update=2.0, collector=collector)
@@ -220,7 +220,7 @@ def test_n_step_returns_sum_what_follows(tmp_path):
 def test_training_stops_when_all_frames_are_collected_and_learned_from(updates_per_step, tmp_path):
     data = replay_data(total_frames=70, frames_per_update=0.5, updates_per_step=updates_per_step)
     module, run = fit(tmp_path, data, max_epochs=-1)
-    # 40 frames of warm-up; update u waits for 40 + u / 2 frames: 70 of them serve updates 0 to 60.
+    # After 40 frames of warm-up, update u waits for 40 + u / 2 frames, so 70 frames allow updates 0 to 60.
     assert data.frames == 70
     assert module.updates == data.updates == 61
     assert run.current_epoch == 7
@@ -243,7 +243,7 @@ def test_exception_closes_everything(tmp_path):
     with pytest.raises(RuntimeError, match="out of luck"):
         fit(tmp_path, data, dqn(Failing))
     assert data.collector is None
-    # The batch was never learned from: a state written now repeats its update, and needs no priorities from it.
+    # The failed update does not count: a resumed run repeats it, and the state does not need its priorities.
     assert data.state_dict()["ranks"][0]["updates"] == 0
 
 

@@ -1,4 +1,4 @@
-"""Replay on two ranks of the CPU, each from experience of its own, and what they resume."""
+"""Replay on two CPU ranks with separate experience, and resumed runs."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def stream(name, folder):
 
 
 def flat(module):
-    """All parameters, those of the target networks included."""
+    """Return all numbers of a module, including its target networks."""
     return torch.cat([value.detach().flatten().double() for value in module.state_dict().values()]).tolist()
 
 
 class OwnStart:
-    """Each rank builds other networks, as without a common seed."""
+    """Build different networks on each rank, as without a common seed."""
 
     def configure_model(self):
         torch.manual_seed(self.global_rank)
@@ -48,11 +48,11 @@ class OwnStart:
 
 
 class DQN(OwnStart, DQNModule):
-    """On two ranks."""
+    """DQN with different networks on each rank."""
 
 
 class TD3(OwnStart, TD3Module):
-    """Its policy has no gradient in every other update."""
+    """TD3, with a policy that has a gradient only in every second update."""
 
 
 def tell(module, data):
@@ -75,7 +75,7 @@ def made(name, folder):
 
 def learn(folder, name, part, *callbacks, resume=None):
     module, data = made(name, folder)
-    if resume is not None:  # as our command does, before there is a trainer that knows the ranks
+    if resume is not None:  # our command checks the state before a trainer knows the ranks
         data.check_state(torch.load(resume, weights_only=True)["ReplayDataModule"])
         data.close()
     fit_ranks(module, data, Report(folder, f"{name}_{part}", tell), *callbacks, resume=resume, max_epochs=4)
@@ -92,7 +92,7 @@ def learn_all(folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Folder of what all the runs wrote down."""
+    """Return the folder with the reports of all runs."""
     return run_ranks(learn_all, tmp_path_factory.mktemp("replay_ddp"))
 
 
@@ -102,7 +102,7 @@ def test_ranks_learn_equal_weights_from_their_own_experience(folder, name, updat
     assert [first["seed"], second["seed"]] == [spawn_seed(0, "collector", rank) for rank in range(2)]
     assert first["cells"] != second["cells"]
     assert first["next_sample"] != second["next_sample"]
-    # Each rank had built other networks; those of rank 0 count, target networks included.
+    # Each rank built different networks, but all ranks use rank 0's networks, including target networks.
     assert first["started"] == second["started"]
     assert first["ended"] == second["ended"] != first["started"]
     assert first["moments"] == second["moments"]  # of all ranks

@@ -1,4 +1,4 @@
-"""Replay buffers of checkpoints: inside, beside, or none; moved, missing, and not needed."""
+"""Runs resume with a replay buffer inside or beside the checkpoint, or without a buffer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def states_in(folder):
 
 
 def referred(checkpoint):
-    """The name of the buffer's state that a checkpoint refers to."""
+    """Return the name of the buffer state in a checkpoint."""
     return torch.load(checkpoint, weights_only=True)["ReplayDataModule"]["ranks"][0]["snapshot"]["name"]
 
 
@@ -36,7 +36,7 @@ def steps(value=0.0):
 
 
 class Look(L.Callback):
-    """Reads the state twice, before and behind each update."""
+    """Read the state twice, before and after each update."""
 
     def on_train_batch_start(self, trainer, module, *args):
         data = trainer.datamodule
@@ -57,7 +57,7 @@ def test_reading_the_state_changes_nothing_and_writes_nothing(tmp_path):
     assert states_in(tmp_path) == []
     assert torch.equal(parameters(watched), parameters(module))
     assert not differences(data.buffer.state_dict(), left_alone.buffer.state_dict())
-    # Writing is a step of its own, which each checkpoint takes.
+    # Only checkpoints write the state.
     run.save_checkpoint(tmp_path / "at.ckpt")
     run.save_checkpoint(tmp_path / "again.ckpt")
     (name,) = states_in(tmp_path)
@@ -73,7 +73,7 @@ def test_counters_and_ratio_continue_without_resets(tmp_path):
     assert data.updates == 40
     assert data.frames == 44  # 40 + 39 / 10, rounded up to steps of two environments
     assert len(data.buffer) == data.frames
-    # What the environments had begun before is cut, not joined to what they began after it.
+    # Episodes that had not ended at the checkpoint are cut, not joined to later episodes.
     episodes, env = data.buffer.writer.index, torch.arange(2)
     assert (episodes.begin(env, torch.full((2,), 21)) >= torch.tensor(len(first.buffer) // 2)).all()
     assert module.updates == 20
@@ -86,7 +86,7 @@ def test_missing_buffer_gives_a_warning_and_a_second_warm_up(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         fit(tmp_path, data, dqn(recurrent=True), tmp_path / "last.ckpt", max_epochs=3)
     assert "(checkpoint_buffer='none'): 40 frames are collected" in caplog.text
-    # Frame 60 was the last one; then 40 anew, and one for each further update.
+    # The first run ends at frame 60. The second run collects 40 frames of warm-up and one for each update.
     assert (data.updates, data.frames, len(data.buffer)) == (30, 110, 50)
 
 
@@ -94,7 +94,7 @@ def test_state_is_written_once_and_two_are_kept(tmp_path):
     data = replay_data(checkpoint_buffer="beside")
     callback = ModelCheckpoint(dirpath=tmp_path, filename="best", save_last=True)
     fit(tmp_path, data, max_epochs=4, enable_checkpointing=True, callbacks=[callback])
-    # Several checkpoints of one moment share a state.
+    # Checkpoints of the same moment share a state.
     names = states_in(tmp_path)
     assert [name.rpartition("_")[0] for name in names] == ["after_30", "after_40"]
     assert referred(tmp_path / "last.ckpt") == names[-1]
@@ -117,7 +117,7 @@ def test_runs_that_share_a_folder_leave_each_other_alone(tmp_path):
 @pytest.mark.parametrize("cells", ["cells", "elsewhere"])
 def test_run_that_crashed_after_its_checkpoint_resumes_from_it(cells, tmp_path):
     first = ready(tmp_path / "states", experience(folder=tmp_path / "cells"))
-    for number in range(300):  # round the ring
+    for number in range(300):  # wraps the ring
         first.buffer.extend(steps(float(number)))
     first.save_buffer()
     state, expected = first.state_dict(), stored(first)

@@ -1,4 +1,4 @@
-"""Steps that a collector writes into the same memory each time reach the buffer as whole rollouts do."""
+"""Steps in the reused memory of a collector reach the buffer in the same way as whole rollouts."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ ENVS, LENGTH = 4, 9
 
 
 class Rollouts(GymnasiumCollector):
-    """A collector of somebody else's: it yields rollouts of its own, in memory of their own."""
+    """A collector of a user that yields rollouts in separate memory."""
 
     def rollout(self) -> Any:
         return super().rollout()
 
 
 class Lending(GymnasiumCollector):
-    """A collector of somebody else's that collects as ours does."""
+    """A collector of a user that collects in the same way as our collector."""
 
 
 class Marks:
-    """An attached entity: keeps which cells were written."""
+    """An attached object that records the written cells."""
 
     def __init__(self) -> None:
         self.cells: list[int] = []
@@ -68,7 +68,7 @@ POLICIES = {"box": random_policy, "dict": partial(random_policy, "image", 4), "r
 
 
 def built(collector: Any, kind: str = "box", sampler: Any = UniformSampler, steps: int = 1, **settings: Any) -> Any:
-    """A DataModule over environments whose episodes end, and its buffer of ``LENGTH`` steps."""
+    """Build a DataModule with ending episodes and a buffer of ``LENGTH`` steps per environment."""
 
     def buffer(num_envs: int) -> ExperienceBuffer:
         return ExperienceBuffer(storage=RingStorage(ENVS * LENGTH), sampler=sampler(), num_envs=num_envs)
@@ -87,7 +87,7 @@ def built(collector: Any, kind: str = "box", sampler: Any = UniformSampler, step
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[GymnasiumCollector]:
-    """The collectors that were asked for the same memory again and again."""
+    """Return a list that receives the collectors with calls of ``reused_rows``."""
     asked, reused_rows = [], GymnasiumCollector.reused_rows
 
     def ask(self: GymnasiumCollector, *arguments: Any) -> Any:
@@ -148,7 +148,7 @@ def test_buffer_that_keeps_rows_receives_owned_rollouts(streams: Any) -> None:
 
 
 class Breaking(RandomEnv):
-    """Breaks at its seventh step, in the way that it was told."""
+    """Call ``broken`` at the seventh step."""
 
     broken: Any = None
 
@@ -160,7 +160,7 @@ class Breaking(RandomEnv):
 
 
 def breaking(how: Any, buffer: ExperienceBuffer) -> ReplayDataModule:
-    """A DataModule whose environment 1 breaks after environment 0 has made its step."""
+    """Build a DataModule; its environment 1 breaks after environment 0 has made its step."""
 
     class Second(Breaking):
         broken = how
@@ -170,7 +170,7 @@ def breaking(how: Any, buffer: ExperienceBuffer) -> ReplayDataModule:
 
 
 def check_whole(buffer: ExperienceBuffer) -> None:
-    """Every stored step goes on from the one before, or begins an episode."""
+    """Check that every stored step continues the step before or begins an episode."""
     newest, length = int(buffer.writer.positions[0]), buffer.writer.length
     slots = torch.arange(max(0, newest - length), newest)[:, None] % length
     stored = buffer.storage.get((slots * 2 + torch.arange(2)).flatten())
@@ -220,6 +220,6 @@ def test_process_that_is_killed_in_a_step_leaves_whole_rows() -> None:
     assert len(buffer.sample(16)) == 16
     assert buffer.writer.positions.tolist() == [7, 7]
     check_whole(buffer)
-    buffer.storage.tree["observation"][1] += 1.0  # the check would see a torn row
+    buffer.storage.tree["observation"][1] += 1.0  # the check must find a torn row
     with pytest.raises(AssertionError):
         check_whole(buffer)

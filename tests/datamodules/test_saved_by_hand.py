@@ -1,4 +1,4 @@
-"""Checkpoints that a user writes behind a fit or by steps; and states that are refused."""
+"""Checkpoints that a user writes after a fit or by steps, and states that raise an error."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_another_recipe_is_refused_field_by_field() -> None:
         env=EnvironmentRecipe("CartPole-v1", wrappers=[{"_target_": wide[0], **wide[1]}, shifted], time_limit=9)
     )
     state = through_file(written.state_dict())
-    same = partial(ClipReward, **wide[1])  # as a partial; and stepping is not part of an environment
+    same = partial(ClipReward, **wide[1])  # a partial is equal, and stepping is not compared
     recipe = EnvironmentRecipe("CartPole-v1", wrappers=[same, shifted], time_limit=9, vectorization="async")
     rollouts(env=recipe).check_state(state)
     other = partial(ClipReward, **{**wide[1], "max_reward": 3})

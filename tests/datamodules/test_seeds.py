@@ -1,4 +1,4 @@
-"""Every seed of a run is spawned from the run's: ranks and neighbouring runs have nothing in common."""
+"""Every seed of a run is spawned from the run's seed, so ranks and neighbouring runs do not share seeds."""
 
 from __future__ import annotations
 

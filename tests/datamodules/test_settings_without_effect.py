@@ -1,4 +1,4 @@
-"""A setting that cannot have an effect is refused before anything is collected."""
+"""A setting that cannot have an effect raises an error before collection."""
 
 from __future__ import annotations
 

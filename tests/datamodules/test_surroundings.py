@@ -1,4 +1,4 @@
-"""What surrounds a fit - torch's global settings, callbacks, the trainer's settings - works or is refused at once."""
+"""Torch's global settings, callbacks and the trainer's settings work, or raise an error immediately."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_callback_that_cannot_have_its_effect_is_refused(name: str, make: Any) -
 
 
 class ReadsParameters(L.Callback):
-    """Reads what there is to train before anything else happens."""
+    """Read the names of the trained parameters before all other hooks."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.names = [name for name, _ in pl_module.named_parameters()]

@@ -1,4 +1,4 @@
-"""TorchRL environments as ``env=``: trained on and evaluated in like Gymnasium's; how they resume is a contract."""
+"""Training and evaluation accept TorchRL environments as ``env=``; contract tests cover resumed runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ one_hot = partial(GymEnv, "CartPole-v1")
 
 @pytest.fixture
 def fit(tmp_path):
-    """Fit PPO to a few frames of an environment, and return module, data and trainer."""
+    """Return a function that fits PPO to a few frames, and returns module, data and trainer."""
 
     def run(env, epochs=1, network=None, resume=None, limit_val_batches=0, **settings):
         sizes = {"num_envs": 2, "frames_per_batch": 32, "num_epochs": 1, "mini_batch_size": 16}
@@ -66,7 +66,7 @@ def test_dqn_trains(env, tmp_path) -> None:
 
 
 def test_evaluation_plays_the_dynamics_of_training() -> None:
-    """The same actions from the same seed: the same observations, rewards and ends, over a whole episode."""
+    """The same actions and seed lead to the same observations, rewards and ends, over a whole episode."""
 
     left = TensorDictModule(lambda x: (x[..., 0] > 0).long(), in_keys=["observation"], out_keys=["action"])
     seen = []
@@ -113,7 +113,7 @@ def test_copy_in_each_process(fit, three_threads) -> None:
 
 def test_thread_count_is_restored_after_a_collector(fit, three_threads) -> None:
     def collector(policy):
-        torch.set_num_threads(1)  # as TorchRL's own do that start processes
+        torch.set_num_threads(1)  # TorchRL's collectors with processes do the same
         return TorchRLCollector(make_environment(Walk, 2), policy, frames_per_batch=32)
 
     fit(Walk, collector=collector)

@@ -1,4 +1,4 @@
-"""Trajectories that a user's collector cuts without a flag are not joined, wherever their rows are kept."""
+"""Trajectories that a user's collector cuts without a flag are not joined in any kind of storage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ray() -> Iterator[FakeRay]:
 
 
 class Kept(ReplayService):
-    """Keeps its buffers for the test when it ends."""
+    """Store the buffers for the test at the shutdown."""
 
     shards_of: list[ExperienceBuffer]
 
@@ -57,10 +57,10 @@ def make_buffer(num_envs: int, checks: bool) -> ExperienceBuffer:
 
 
 def begins_of(buffer: ExperienceBuffer) -> list[tuple[list[int], list[bool]]]:
-    """Return of each environment with steps where episodes begin, and whether each step is done."""
+    """Return the begin of the episode and the done flag of each step, for each environment with steps."""
     found = []
     for env, filled in enumerate(buffer.writer.filled.tolist()):
-        if not filled:  # of another shard
+        if not filled:  # an environment of another shard
             continue
         position = torch.arange(filled)
         ids = torch.full_like(position, env)

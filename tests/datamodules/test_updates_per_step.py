@@ -1,4 +1,4 @@
-"""How many updates a step of Lightning's makes: chosen where nobody says it, one where somebody counts or sees them."""
+"""Updates per step of Lightning: chosen automatically, but one if each step must be an update."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_rollouts_between_two_steps_are_estimated_again_as_with_one_update(tmp_p
 def test_number_follows_from_the_size_of_an_update(
     most: int, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(updates_per_step, "TABLE", ((most, 16), (10 * most, 8)))  # an update has 58 * 8
+    monkeypatch.setattr(updates_per_step, "TABLE", ((most, 16), (10 * most, 8)))  # the size of an update is 58 * 8
     _, run = fit(tmp_path, replay_data(updates_per_step="auto"), max_epochs=1)
     assert steps_of(run) == steps  # of ten updates
 

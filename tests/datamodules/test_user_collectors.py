@@ -1,4 +1,4 @@
-"""What a collector that the user hands over is asked for, and what is refused."""
+"""The interface of a user's collector, and the errors if the collector does not follow it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def seedless(policy):
 
 
 def collected(folder, rank=0, ranks=1, epochs=1, **settings):
-    """The last rollout ``[T, N]`` of one of several ranks."""
+    """Return the last rollout ``[T, N]`` of one of several ranks."""
     data = rollouts(env=RandomEnv, mini_batch_size=4, num_epochs=1, **SIZES, **settings)
     fit(folder, data, max_epochs=epochs, strategy=of_rank(rank, ranks))
     return data.buffer.rollout
@@ -49,7 +49,7 @@ def test_same_data_on_all_ranks_is_refused(collector, message, tmp_path) -> None
     with pytest.raises(ValueError, match=message):
         collected(tmp_path, 0, 2, collector=collector)
     first, second = (collected(tmp_path, seed=seed, collector=collector)["observation"] for seed in range(2))
-    assert first.equal(second)  # their own seed counts
+    assert first.equal(second)  # the seed of the collector counts
 
 
 def test_remedy_for_a_collector_without_a_seed_collects_different_data_on_ranks(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""An argument of a DataModule counts when it is assigned later, or the assignment is refused."""
+"""The assignment of a DataModule's argument takes effect or raises an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchrl_lightning.datamodules.base import ExperienceDataModule
 MAKERS = {"on-policy": rollouts, "replay": replay_data, "dynamics": model_data}
 CLASSES = {"on-policy": OnPolicyDataModule, "replay": ReplayDataModule, "dynamics": DynamicsDataModule}
 ARGUMENTS = [(kind, name) for kind, cls in CLASSES.items() for name in inspect.signature(cls).parameters]
-# The effect of each argument that counts later: the value to assign, and the number that it changes.
+# For each argument that takes effect when it is assigned: the value, and the number that it changes.
 EVALUATIONS = {"eval_episodes": (5, 5), "eval_num_envs": (1, 1), "eval_mode": ("sampled", False)}
 ALWAYS = {
     "total_frames": (77, lambda data: data._clock.run.total_frames),
@@ -104,7 +104,7 @@ def test_copy_has_its_own_settings(copied: Any) -> None:
 
 
 class Halved(OnPolicyDataModule):
-    """A user's DataModule with an argument of its own, and one that it computes."""
+    """A DataModule of a user that adds one argument and computes another."""
 
     reward: float = 1.0
 

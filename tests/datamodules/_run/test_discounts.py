@@ -1,4 +1,4 @@
-"""The learner owns the discount where it has one: everything that discounts takes it, and none differs from it."""
+"""A learner's discount applies to every component that discounts; another value raises an error."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ replayed = partial(replay.replay_data, updates_per_epoch=4)
 
 
 class Discounting(PPOModule):
-    """An on-policy learner of somebody's own with discounts."""
+    """An on-policy learner of a user, with discounts."""
 
     gamma = 0.9
     gamma_intrinsic = 0.8
@@ -51,7 +51,7 @@ def fitted(folder: Any, data: Any, learner: Any, **settings: Any) -> Any:
 
 
 class Recorder(DQNModule):
-    """Keeps what it learns from."""
+    """A learner that stores its batches."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.__dict__.setdefault("seen", []).append(batch)
@@ -186,7 +186,7 @@ def test_lightning_cli_passes_the_learners_discount(tmp_path):
 
     def run(*chosen: str) -> Any:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Lightning's own, about jsonargparse
+            warnings.simplefilter("ignore")  # Lightning's warnings about jsonargparse
             args = [*sizes, *buffer, "--model.gamma=0.9", *chosen]
             cli = LightningCLI(DQNModule, ReplayDataModule, run=False, save_config_callback=None, args=args)
         return fitted(tmp_path, cli.datamodule, cli.model)

@@ -1,4 +1,4 @@
-"""A run that resumes from a checkpoint makes the evaluation that was due when it was written."""
+"""A resumed run makes the evaluation that was due when its checkpoint was written."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kit.runs import parameters, trainer
 from torchrl_lightning import BestCheckpoint, LastCheckpoint
 from torchrl_lightning.agents import DynamicsEnsemble, MLPNetwork, PPOModule
 
-# A resumed run writes where the interrupted one did.
+# A resumed run writes into the folder of the interrupted run.
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 
 
 class Evaluations(Callback):
-    """Notes each evaluation of a fit: epoch, step and score."""
+    """Record epoch, step and score of each evaluation of a fit."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int, float]] = []
@@ -34,7 +34,7 @@ class Evaluations(Callback):
 
 
 class StopAt(Callback):
-    """Ends the run at the ``count``-th call of a hook, behind a checkpoint unless another callback writes one."""
+    """Stop the run at the ``count``-th call of a hook; first save a checkpoint if ``path`` is not None."""
 
     def __init__(self, hook: str, count: int, path: Path | None) -> None:
         self.left, self.path = count, path
@@ -71,7 +71,7 @@ STEPS = 8
 
 
 def run(folder: Path, make: Any, schedule: dict[str, Any], *more: Callback, ckpt_path: Any = None) -> Any:
-    """Fit; return the evaluations, the best score, the weights and how far the trainer has come."""
+    """Fit; return the evaluations, the best score, the weights and the progress; a stopped fit returns evaluations."""
     module, data = make()
     evaluations, best = Evaluations(), BestCheckpoint(folder, "best", monitor="eval/return", mode="max")
     made = trainer(folder, max_epochs=4, callbacks=[evaluations, *more, best], **schedule)
@@ -134,7 +134,7 @@ def test_run_without_evaluations_has_none_due(tmp_path: Path) -> None:
 
 
 class Validations(Callback):
-    """Notes where a fit evaluates: epoch and step."""
+    """Record epoch and step of each evaluation of a fit."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int]] = []
@@ -143,11 +143,11 @@ class Validations(Callback):
         self.seen.append((trainer.current_epoch, trainer.global_step))
 
 
-FIT_STEPS = 20  # two epochs of three batches, two of three, two of four
+FIT_STEPS = 20  # three fits of two epochs, with three, three and four batches in each epoch
 
 
 def fitted(schedule: dict[str, Any], *more: Callback, ckpt_path: Any = None, max_steps: int = -1) -> Any:
-    """Fit a model of the environment; return the evaluations, the weights, how far it has come, and the trainer."""
+    """Fit a dynamics model; return the evaluations, the weights, the counters of the progress, and the trainer."""
     torch.manual_seed(0)
     module, data, validations = DynamicsEnsemble([4]), model_data(max_epochs_per_fit=2), Validations()
     made = trainer(max_epochs=-1, max_steps=max_steps, callbacks=[validations, *more], **schedule)

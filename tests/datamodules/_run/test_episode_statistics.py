@@ -9,7 +9,7 @@ from torchrl_lightning.datamodules._run.episode_statistics import FinishedEpisod
 
 
 def brute_force(rollouts):
-    """Steps through every environment on its own; gives (return, length) of each finished episode by rollout."""
+    """Compute (return, length) of the finished episodes of each rollout in a plain loop."""
     num_envs = rollouts[0][0].shape[1]
     returns, lengths = [0.0] * num_envs, [0] * num_envs
     finished = []

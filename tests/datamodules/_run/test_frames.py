@@ -1,4 +1,4 @@
-"""Environment frames, and steps that are replayed in their place."""
+"""Counts of environment frames and of replayed steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from torchrl_lightning.datamodules._run.frames import FrameClock
 
 
 class Counting(RolloutMetricsLogger):
-    """Notes what was collected, and what was counted, after each epoch."""
+    """Record the collected steps and the counted steps after each epoch."""
 
     def __init__(self):
         super().__init__()
@@ -86,7 +86,7 @@ def test_replayed_steps_are_learned_off_policy(own, tmp_path):
     storage = DemonstrationStorage()
     storage.replace([shown(7)], [])
 
-    class Subclass(GymnasiumCollector):  # which gives rollouts, not rows
+    class Subclass(GymnasiumCollector):  # a subclass yields rollouts, not rows
         pass
 
     def collector(policy, seed):
@@ -104,7 +104,7 @@ def test_replayed_steps_are_learned_off_policy(own, tmp_path):
 
 
 class Sharing(PPOModule):
-    """Counts the steps of its rank, its own and those that were replayed."""
+    """Count the agent's steps and the replayed steps of this rank."""
 
     own = other = 0
 

@@ -1,4 +1,4 @@
-"""Moments that observations and rewards are normalised by: of all steps, in evaluations, and in a checkpoint."""
+"""Moments for normalisation cover all steps, apply in evaluations, and are stored in checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NORMALISED = {"normalize_observation": True, "normalize_reward": True}
 
 
 class NotedUpdates(PPOModule):
-    """Notes how far the policy is from the one that acted, in each update."""
+    """Record the divergence from the acting policy in each update."""
 
     def minimise(self, terms, **kwargs):
         self.__dict__.setdefault("kl", []).append(float(terms["kl_approx"]))
@@ -36,12 +36,12 @@ def test_on_policy_statistics_are_float64_moments_of_two_steps(tmp_path):
     data = rollouts(**NORMALISED, collector=recording(4, 64), eval_episodes=3)
     fit(tmp_path, data, module, max_epochs=3, limit_val_batches=1, callbacks=[checking])
     assert checking.checks == 3
-    # The first update of a rollout sees exactly what acted.
+    # The policy has not changed before the first update of a rollout.
     assert module.kl[:: data.resolved_updates_per_epoch] == pytest.approx([0.0, 0.0, 0.0], abs=1e-6)
 
 
 class CheckingCells(Checking):
-    """Checks that the buffer is raw, too."""
+    """Also check that the buffer stores raw observations."""
 
     def on_train_epoch_end(self, trainer, pl_module):
         super().on_train_epoch_end(trainer, pl_module)
@@ -65,7 +65,7 @@ def test_replay_statistics_are_moments_of_two_steps_and_the_buffer_is_raw(tmp_pa
 
 @pytest.mark.parametrize(("frames", "cut"), [(2, False), (6, False), (4, True), (6, True)])
 def test_fast_path_of_replay_records_the_same_statistics(tmp_path, cut, frames):
-    """Our collector writes rows of the same memory again and again."""
+    """Our collector writes all rows into the same memory."""
     moments = {}
     for name, extra in {"rows": {}, "rollouts": {"collector": recording(2, frames, init_random_frames=40)}}.items():
         data = replay_data(**NORMALISED, num_envs=2, reset_at_each_batch=cut, frames_per_batch=frames, **extra)
@@ -85,7 +85,7 @@ def test_returns_are_reported_unscaled(env, tmp_path):
 
 @pytest.fixture
 def trained(tmp_path):
-    """A module and its data behind two rollouts, and their checkpoint."""
+    """Train for two rollouts; return module, data and checkpoint."""
     data = rollouts(**NORMALISED)
     module, run = fit(tmp_path, data, ppo())
     run.save_checkpoint(tmp_path / "at.ckpt")
@@ -101,7 +101,7 @@ def test_loaded_policy_acts_as_in_evaluation(trained):
     played = play_episodes("CartPole-v1", loaded, 4, num_envs=2, seed=spawn_seed(0, "evaluation", 0, 1))
     assert (evaluated == played).all(), (evaluated["episode_return"], played["episode_return"])
     assert loaded.specs.observation == environment_specs(make_vector_env("CartPole-v1", 1)).observation
-    # It normalises itself, and is not given normalised observations a second time.
+    # The loaded policy normalises its input, so the DataModule must not normalise it again.
     assert (other.evaluate(loaded, 4) == evaluated).all()
 
 
@@ -144,7 +144,7 @@ def test_frozen_statistics_come_from_another_run_and_a_misfit_changes_nothing(tr
 
 
 def two_steps() -> TensorDict:
-    """A step of each of two environments."""
+    """Return one step of each of two environments."""
     ends = {"reward": torch.ones(2, 1, 1), "done": torch.zeros(2, 1, 1, dtype=torch.bool)}
     return TensorDict({"observation": torch.ones(2, 1, 4), "next": ends}, [2, 1])
 
@@ -155,7 +155,7 @@ def test_discrete_observation_is_refused_before_anything_is_trained(tmp_path):
 
 
 def noted(normalization, rewards, **settings):
-    """Note rewards of one environment whose episode goes on."""
+    """Update the moments with rewards of one environment in an unfinished episode."""
     steps = len(rewards)
     following = {"reward": torch.tensor(rewards).view(1, steps, 1), "done": torch.zeros(1, steps, 1, dtype=torch.bool)}
     normalization.update(TensorDict({"next": following}, [1, steps]), None, **{"cut": False, "gamma": 0.5, **settings})
@@ -180,7 +180,7 @@ def test_statistics_advance_with_enough_frames_and_a_hundredth_of_those_before(m
         noted(normalization, [1.0] * frames)
         normalization.advance_if_due()
         counts.append(int(normalization.statistics()["reward"]["count"]))
-    # The first frames count immediately; then 4 are needed, and 5 of more than 400.
+    # The first frames count immediately. Later, 4 frames are needed, and at least a hundredth of the earlier ones.
     assert counts == [2, 2, 6, 400, 400, 404, 404, 409]
 
 

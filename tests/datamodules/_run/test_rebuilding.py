@@ -1,4 +1,4 @@
-"""A checkpoint holds the plain settings of its DataModule, which is rebuilt from them and continues the run."""
+"""A checkpoint stores the plain settings of its DataModule; a DataModule rebuilt from them continues the run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def replay(buffer: str = "prioritized, three steps", **settings: Any) -> tuple[A
 
 CARTPOLE = {"env": "CartPole-v1"}
 REPLAY = {**CARTPOLE, "buffer": BUFFERS["prioritized, three steps"]}
-# A module and its data, and what a checkpoint does not hold of the latter.
+# For each run: a function that builds module and data, and the arguments that a checkpoint does not store.
 RUNS: dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str, Any]]] = {
     "rollouts": (on_policy, CARTPOLE),
     "rollouts, normalised": (
@@ -91,7 +91,7 @@ def fitted(folder: Path, name: str, epochs: int = 1, resume: Path | None = None)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """What gives the folder of a run that was saved behind its first epoch; each run is made once."""
+    """Return a function that trains a run once for one epoch, and returns its folder."""
 
     @cache
     def folder(name: str) -> Path:
@@ -104,7 +104,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def saved(runs: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
-    """What gives a copy of the checkpoint of a run, with what lies beside it."""
+    """Return a function that copies the folder of a run, and returns the copied checkpoint."""
     return lambda name: shutil.copytree(runs(name), tmp_path / "saved", dirs_exist_ok=True) / "at.ckpt"
 
 
@@ -149,7 +149,7 @@ def test_setting_is_read_from_the_attribute_and_not_from_hparams(tmp_path: Path)
 
 
 class Seeded(TinyActorCritic):
-    """Logs a setting that the DataModule has under the same name."""
+    """A module with a hyperparameter that the DataModule also has."""
 
     def __init__(self, seed: int = 5) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def test_rebuilt_datamodule_has_the_settings_and_the_state_of_the_run(name: str,
     rebuilt.setup("fit")
     again = rebuilt.state_dict()
     for state in (again, stored):
-        for name in ("place", "pass_of", "snapshot"):  # of Lightning's epoch, and of a buffer that is written again
+        for name in ("place", "pass_of", "snapshot"):  # they change with the epoch and the save
             state["ranks"][0].pop(name, None)
         state.pop("to_give")
     assert not differences(again, stored)
@@ -198,19 +198,19 @@ def test_resumed_run_of_a_rebuilt_datamodule_equals_an_uninterrupted_one(
     torch.manual_seed(9)
     module, _ = RUNS[name][0]()
     trainer(tmp_path, max_epochs=3, limit_val_batches=0).fit(module, datamodule=rebuilt, ckpt_path=path)
-    if name != "rollouts without a seed":  # whose other run draws another one
+    if name != "rollouts without a seed":  # the second run draws another seed
         assert torch.equal(parameters(module), parameters(whole))
         assert rebuilt.frames == data.frames
     assert rebuilt.seed == torch.load(path, weights_only=True)[type(rebuilt).__qualname__]["seed"]
 
 
 def folder_of(name: str, path: Path) -> dict[str, Any]:
-    """Where the buffer is that lies beside a checkpoint."""
+    """Return the ``buffer_dir`` of runs that store the buffer beside the checkpoint."""
     return {"buffer_dir": path.parent / "buffer"} if "beside" in name else {}
 
 
 class Recording(L.Callback):
-    """Keeps the batches that are learned from."""
+    """A callback that stores the training batches."""
 
     def __init__(self) -> None:
         self.batches: list[Any] = []
@@ -348,13 +348,13 @@ def test_checkpoint_cannot_name_environments_or_folders(saved: Callable[[str], P
 
 
 class Harder(OnPolicyDataModule):
-    """Adds a setting as ours are."""
+    """A DataModule of a user that adds a setting as a field."""
 
     difficulty: int = 1
 
 
 class Named(OnPolicyDataModule):
-    """Has a constructor of its own, without a place for other arguments."""
+    """A DataModule of a user; its constructor does not accept other arguments."""
 
     def __init__(self, env: Any, difficulty: int = 1, *, shape: Callable[[float], float] | None = None) -> None:
         super().__init__(env, num_envs=4, frames_per_batch=64, mini_batch_size=32, seed=difficulty)
@@ -362,7 +362,7 @@ class Named(OnPolicyDataModule):
 
 
 class Open(OnPolicyDataModule):
-    """Has a constructor of its own that hands others on, and says some of them itself."""
+    """A DataModule of a user; its constructor fixes some arguments and passes others to the base class."""
 
     def __init__(self, difficulty: int, *args: Any, levels: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, num_envs=4, frames_per_batch=64, **kwargs)
@@ -370,7 +370,7 @@ class Open(OnPolicyDataModule):
 
 
 class Deeper(Open):
-    """Inherits that constructor."""
+    """A DataModule of a user that inherits the constructor of ``Open``."""
 
 
 def double(value: float) -> float:

@@ -1,4 +1,4 @@
-"""Sizes of batches that do not fit a recurrent policy or windows of steps are refused before anything is collected."""
+"""Batch sizes that do not suit a recurrent policy or windows of steps raise an error before collection."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from torchrl_lightning.replay import SequenceSampler
 
 
 class Counted(gym.Env[Any, Any]):
-    """Counts the resets and steps of all its copies; an episode has 20 steps."""
+    """An environment that counts resets and steps over all copies; an episode has 20 steps."""
 
     observation_space, action_space = spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(2)
     calls = 0
@@ -50,7 +50,7 @@ class Counted(gym.Env[Any, Any]):
 
 
 class OwnRecurrent(L.LightningModule):
-    """Somebody's module, whose recurrent policy is built as late as Lightning allows."""
+    """A module of a user that builds its recurrent policy in ``configure_model``, or early in its constructor."""
 
     def __init__(self, early: bool = False) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def fit(module: Any, **settings: Any) -> Any:
 
 
 MODULES = {"ours": ours, "own": OwnRecurrent, "own, built early": partial(OwnRecurrent, True)}
-# Environments, number and size of mini-batches; the shapes of what is served, or what the message begins with.
+# Environments, number and size of mini-batches; the resulting number, or the start of the message.
 BATCHES: list[tuple[int, Any, Any, Any]] = [
     (4, None, None, 4),
     (8, None, None, 4),

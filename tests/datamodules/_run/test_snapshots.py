@@ -1,4 +1,4 @@
-"""States of buffers beside checkpoints: which stay, and what a process leaves that is killed while it writes one."""
+"""Buffer states beside checkpoints: which states stay, and which state a process leaves if it is killed in a save."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CELLS, ROWS, WIDTH = 4096, 64, 64
 
 
 class Saved:
-    """A buffer that resumes from the last checkpoint in a folder, and is saved there."""
+    """A buffer that resumes from the last checkpoint of a folder and is saved there."""
 
     def __init__(self, folder, in_files=False):
         storage = RingStorage(CELLS, scratch_dir=folder / "cells" if in_files else None)
@@ -33,20 +33,20 @@ class Saved:
         return sorted(path.name.rpartition("_")[0] for path in self.snapshots.folder.iterdir())
 
     def update(self):
-        """Write rows that tell their position in each of their numbers, and priorities."""
+        """Write rows that repeat their position in each column, and write their priorities."""
         position = torch.arange(self.updates * ROWS, (self.updates + 1) * ROWS)
         self.buffer.extend(TensorDict({"step": position.unsqueeze(1).expand(-1, WIDTH)}, [ROWS]))
         self.buffer.update_priority(position % CELLS, 1.0 + position % 7)
         self.updates += 1
 
     def save(self):
-        """Write the buffer first, then the checkpoint in place of the one before, as Lightning does."""
+        """Write the buffer first and then replace the checkpoint, as Lightning does."""
         reference = self.snapshots.save(self.buffer, self.updates)
         torch.save((self.updates, reference), self.folder / "state.new")
         os.replace(self.folder / "state.new", self.folder / "state.pt")
 
     def check(self):
-        """Look for what is torn, missing, or of another save."""
+        """Check that no row is torn, missing or from another save."""
         rows = self.buffer.storage.get(self.buffer.writer.rings.filled_cells())["step"]
         assert (rows == rows[:, :1]).all(), "a row is torn"
         end, position = self.updates * ROWS, rows[:, 0].sort().values
@@ -68,7 +68,7 @@ def write(folder, in_files):
 def test_process_killed_while_it_saves_leaves_a_whole_state(tmp_path):
     moments = random.Random(0)
     warm = Saved(tmp_path / "aside")
-    warm.update()  # compiles what every process would compile anew
+    warm.update()  # compiles once, so that not every process compiles
     for number in range(6):
         in_files = bool(number % 2)
         folder = tmp_path / ("files" if in_files else "memory")
@@ -84,7 +84,7 @@ def test_resumed_state_is_kept_until_two_states_follow(tmp_path):
     first = Saved(tmp_path)
     first.update()
     first.save()
-    # A process that was killed between writing its buffer and writing its checkpoint, time and again.
+    # These processes are killed after they write the buffer and before they write the checkpoint.
     for updates in range(2, 5):
         other = Saved(tmp_path)
         other.check()

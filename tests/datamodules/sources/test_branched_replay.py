@@ -1,4 +1,4 @@
-"""Batches of real experience and of imagined branches: when, from where, how long, how many are kept."""
+"""Batches of real steps and of imagined branches: fits, first states, lengths, and stored branches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 
 
 class Dreamer:
-    """Imagines that each step adds 1000; notes what it is asked for."""
+    """A world model that adds 1000 in each step, and records its arguments."""
 
     def __init__(self) -> None:
         self.fits: list[tuple[list[float], list[float]]] = []
@@ -54,7 +54,7 @@ def test_batches_contain_real_and_imagined_rows_in_their_shares() -> None:
     training, validation = dreamer.fits[0]
     assert sorted(training + validation) == list(range(40))
     assert len(dreamer.starts[0]) == 30
-    assert len(set(dreamer.starts[0])) > 10  # uniformly among all
+    assert len(set(dreamer.starts[0])) > 10  # rows are drawn uniformly
     source.update_tensordict_priority(batch)
     batch["a"] = batch["a"] + 0.5
     source.write_back(batch, ["a"])
@@ -84,12 +84,12 @@ def test_branches_grow_and_the_branches_of_the_last_fits_are_kept() -> None:
 def test_branches_of_the_last_fits_are_kept_if_branches_end_early(fits_kept: int) -> None:
     class Ending(Dreamer):
         def imagine(self, start: TensorDict, length: int) -> TensorDict:
-            rows = 5 + 7 * (len(self.fits) % 3)  # of the 60 that there might be
+            rows = 5 + 7 * (len(self.fits) % 3)  # fewer than the 60 possible rows
             return real(torch.full((rows,), 1000.0 * len(self.fits)))
 
     source, dreamer = filled(fits_kept=fits_kept, first_length=2, last_length=2), Ending()
     for number in range(1, 8):
-        if number == 4:  # a resumed run goes on
+        if number == 4:  # as in a resumed run
             other = filled(fits_kept=fits_kept, first_length=2, last_length=2)
             other.buffer.load_state_dict(source.buffer.state_dict())
             other.load_state_dict(source.state_dict())

@@ -121,7 +121,7 @@ def test_object_that_is_not_a_source_is_refused(tmp_path):
 
 
 def second_share(mixed, batch_size):
-    """How many rows of the next batch the second buffer gives."""
+    """Return the number of rows of the next batch that come from the second buffer."""
     (_, second), mixed._owed = mixed._partition(batch_size)
     return second
 
