@@ -1,4 +1,4 @@
-"""PyTorchRL's model-based buffer: its verbs, its golden batches, and a test for each bug of the original."""
+"""PyTorchRL's model-based buffer: methods, golden batches, and a test for each bug of the original."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchrl_lightning import MBReplayBuffer, make_vector_env
 
 
 def steps(data) -> list[list[float]]:
-    """Observations of rows ``[T, N]``."""
+    """Return the observations of rows ``[T, N]``."""
     return data["observation"].squeeze(-1).tolist()
 
 
@@ -107,7 +107,7 @@ def test_steps_before_a_reset_are_left_out_of_batches(names):
     assert buffer.size == 6
     (batch,) = buffer.generate_batches(mini_batch_size=5, shuffle=False)
     assert len(batch) == 5
-    assert batch["targets"][:, 0].tolist() == [0.0] * 5  # each step changes the observation alike
+    assert batch["targets"][:, 0].tolist() == [0.0] * 5  # each step changes the observation by the same amount
     without_autoreset = MBReplayBuffer(6)
     without_autoreset.insert_data_slice(data)
     assert sum(map(len, without_autoreset.generate_batches(mini_batch_size=6))) == 6
@@ -167,7 +167,7 @@ def test_reset_discards_rows_and_read_data_can_be_inserted():
         with pytest.raises(RuntimeError, match="Nothing is stored"):
             read()
     buffer.insert_data_slice(data)
-    data["Observation"].zero_()  # a copy
+    data["Observation"].zero_()  # the buffer stores a copy
     assert steps(buffer.get_all_buffer_data()) == [[float(t), 100.0 + t] for t in range(2, 6)]
 
 

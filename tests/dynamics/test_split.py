@@ -1,4 +1,4 @@
-"""Which rows train and which validate: decided once, by seed and position."""
+"""Each row trains or validates. Its seed and position decide this once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def grow(buffer, split, steps):
 
 
 def held(split, buffer):
-    """Environments and positions of held out rows."""
+    """Return the environments and positions of held-out rows."""
     rows = buffer.storage.get(split.parts(buffer.writer.rings.filled_cells())[1])
     return set(zip(rows["env"].tolist(), rows["position"].tolist(), strict=True))
 

@@ -95,7 +95,7 @@ def test_observations_are_flattened_in_order_and_restored():
     assert columns[1].tolist() == [4, 5, 6, 7, 1, 9]
     for key, value in targets.split(columns).items():
         assert value.tolist() == TensorDict(data, [2])[key].tolist()
-    for key, value in targets.split(columns[1]).items():  # of no batch
+    for key, value in targets.split(columns[1]).items():  # without a batch dimension
         assert torch.equal(value, TensorDict(data, [2])[key][1].float())
 
 
@@ -214,7 +214,7 @@ def test_buffer_transform_writes_targets_and_saves_scalers():
 
 
 def moved(data, offset, dtype):
-    """The same transitions, whose first observation is of another type and origin."""
+    """Return the same transitions with another dtype and offset of the first observation column."""
     data = data.clone()
     for part in (data, data["next"]):
         part["observation"] = (part["observation"] * 8).round()
@@ -233,7 +233,7 @@ def moved(data, offset, dtype):
 def test_inputs_and_targets_do_not_depend_on_the_offset(dtype, offset, spec_has_dtype):
     near = Unbounded(
         1, dtype=dtype if spec_has_dtype else torch.float32
-    )  # also where the rows are wider than their spec
+    )  # also for rows with a wider dtype than their spec
     plain, shifted = (moved(rows(60), shift, row_dtype) for shift, row_dtype in ((0.0, torch.float32), (offset, dtype)))
     targets, expected = (
         DynamicsTargets(Composite(near=spec, far=Unbounded(2)), Unbounded(2)).fit(data)

@@ -1,4 +1,4 @@
-"""The documented verbs of the episodic buffer: ALF's recorded results, and TorchRL's verbs."""
+"""The episodic buffer's documented methods equal ALF's recorded results, and TorchRL's methods work."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_gather_all_equals_golden_values() -> None:
         batch, info = buffer.gather_all(ignore_earliest_frames=ignored > 0)
         recorded, first = golden[f"{name}x"], max(0, step - 9) + ignored
         assert batch["x"].tolist() == [list(range(first + 1, step + 1))] * 4
-        if step < 9:  # ALF gave views, so that what was recorded is what was written there last
+        if step < 9:  # ALF returned views, so the recording holds the last values written there
             assert recorded.tolist() == [last[first:step]] * 4
         else:
             assert batch["x"].equal(recorded)
@@ -139,9 +139,9 @@ def test_torchrl_update_priority_sets_priorities(length: int | None, recent_data
     for t in range(6):
         buffer.add_batch(steps([1, 1], [t, t + 10.0]))
     batch = buffer.sample(32) if length is None else buffer.get_batch(32, length)[0]
-    batch["loss"] = batch["reward"] + 1  # of a window the highest, which is that of its last step
+    batch["loss"] = batch["reward"] + 1  # the priority of a window is the highest loss of its steps, here the last one
     assert batch.batch_size == torch.Size([32] if length is None else [32, length])
-    buffer.add_batch(steps([1], [0.0]), torch.tensor([0]))  # the first step of environment 0 goes
+    buffer.add_batch(steps([1], [0.0]), torch.tensor([0]))  # overwrites the first step of environment 0
     buffer.update_tensordict_priority(batch)
     expected = {(env, position): 1.0 for env in range(2) for position in range(6)}
     first, reach = batch["reward"].view(32, -1)[:, 0].int().tolist(), (length or 1) - 1

@@ -1,4 +1,4 @@
-"""Returns written back at the ends of episodes: ALF's recorded ones, a brute-force twin, and what is refused."""
+"""Returns written at the ends of episodes equal ALF's recorded returns and a brute-force twin."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_returns_equal_golden_values(case: int, at_once: int) -> None:
 
 
 class Twin:
-    """All steps ever written, as lists, and their returns by the definition, with the values of last successors."""
+    """All written steps as lists, and their returns from the definition, with the values of last successors."""
 
     def __init__(
         self, num_envs: int, length: int, gamma: float, clip: tuple[float, float] | None, bootstraps: bool
@@ -70,7 +70,7 @@ class Twin:
 
     def _of(self, steps: list[tuple[float, bool, bool, bool, float]], start: int) -> float:
         end = start
-        while not steps[end][1]:  # is the episode over, with a flag?
+        while not steps[end][1]:  # find the step with the done flag
             end += 1
             if end == len(steps) or steps[end][3]:
                 return DEFAULT
@@ -85,7 +85,7 @@ class Twin:
 
 
 class Critic:
-    """Values the successor by its observation."""
+    """Critic that returns the observation as the value."""
 
     def __call__(self, data: TensorDictBase) -> TensorDictBase:
         return data.set("state_value", data["observation"])
@@ -144,7 +144,7 @@ def test_returns_equal_plain_loops(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_termination_within_an_episode_starts_the_next_life(dtype: torch.dtype) -> None:
-    # ALF multiplies the rewards of the next life by the discount of this step, which is zero.
+    # In ALF, the zero discount of this step also multiplies the rewards of the next life.
     kind, discount = np.array([FIRST, 1, 1, 1, LAST]), np.array([1, 1, 0, 1, 0], np.float32)
     buffer = build(1, 8, TIME_STEPS)
     returns = EpisodicReturn(buffer.storage, gamma=0.5, layout=TIME_STEPS)

@@ -1,4 +1,4 @@
-"""Frames kept once against whole stacks in a plain ring: bit for bit the same."""
+"""Frames that are stored once equal the full stacks of a plain ring bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrl_lightning import ExperienceBuffer, FrameStorage, PrioritizedSampler
 
 
 def twins(length: int, num_envs: int, count: int = 3, **options) -> tuple[ExperienceBuffer, ExperienceBuffer]:
-    """A buffer that keeps frames, and a plain one."""
+    """Return a buffer that stores frames once, and a plain buffer."""
     ours, plain = (
         ring(length, num_envs, batch_size=16, **{"storage": storage, **options})
         for storage in (FrameStorage(length * num_envs, count), RingStorage(length * num_envs))
@@ -32,7 +32,7 @@ def assert_same(ours: ExperienceBuffer, plain: ExperienceBuffer) -> None:
         batch, expected = ours.storage.get(cells), plain.storage.get(cells)
         assert set(batch.keys(True, True)) == set(expected.keys(True, True))
         assert (batch == expected).all()
-    for path, frames in ours.storage.frames.items():  # no spare place is lost or given away twice
+    for path, frames in ours.storage.frames.items():  # no spare frame is lost or assigned twice
         numbers, next_numbers = ours.storage.leaf(path), ours.storage.leaf(("next", *path))
         used_numbers = torch.cat([leaf[numbers[:, 0] >= 0] for leaf in (numbers, next_numbers)]).unique()
         used_spares = used_numbers[used_numbers >= len(frames.ring)].numpy() - len(frames.ring)
@@ -106,7 +106,7 @@ def test_samplers_read_complete_stacks(shape, options):
         batch, expected = ours.sample(), plain.sample()
         assert batch["observation"].is_contiguous()
         assert (batch == expected).all()
-        batch["observation"].zero_()  # is the batch's own
+        batch["observation"].zero_()  # does not change the storage
     assert (ours[:] == plain[:]).all()
     assert (ours[-1] == plain[-1]).all()
     assert (ours[3:9:2] == plain[3:9:2]).all()
@@ -116,7 +116,7 @@ def test_transition_needs_little_more_memory_than_a_frame():
     storage = FrameStorage(4000, 4)
     buffer = ExperienceBuffer(storage=storage, num_envs=4)
     frames = torch.randint(0, 256, (1600, 4, 3, 5), dtype=torch.uint8)
-    for episode in range(16):  # of 100 steps, at the end of which the next one begins
+    for episode in range(16):  # each has 100 steps, and the next episode follows directly
         stacks = frames[episode * 100 + (torch.arange(101).unsqueeze(1) + torch.arange(-3, 1)).clamp(0, 99)]
         stacks = stacks.permute(0, 2, 1, 3, 4)
         for start in range(0, 100, 10):
@@ -127,7 +127,7 @@ def test_transition_needs_little_more_memory_than_a_frame():
     assert len(buffer) == 4000
     assert storage.reserved_frames <= 1.05 * 4000
     spares = len(storage.frames["observation",].spares)
-    assert 10 * 4 <= spares <= 1.25 * (11 * 4 + 4) + 4  # episodes that ended, and the room of one step
+    assert 10 * 4 <= spares <= 1.25 * (11 * 4 + 4) + 4  # frames of ended episodes, and the reserve for one step
     assert storage.reserved_frames - spares == 4000 + 4 * 4
 
 

@@ -1,4 +1,4 @@
-"""A DQN that learns from frames kept once is the one that learns from whole stacks."""
+"""A DQN that learns from frames stored once equals a DQN that learns from full stacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards and ends of relabelled steps are those of the environment."""
+"""Relabelled steps get the rewards and terminations that the environment computes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FIRST, MID, LAST = 0, 1, 2
 
 
 class Dense(Reach):
-    """Rewards with the distance, of one step alone, and ends at the goal."""
+    """Environment with a distance reward for single steps. It terminates at the goal."""
 
     def compute_reward(self, achieved: Any, desired: Any, info: Any) -> float:
         return -float(np.linalg.norm(achieved - desired))
@@ -50,14 +50,14 @@ class Dense(Reach):
 
 
 class Batched(Dense):
-    """The same, of many steps."""
+    """The same environment with a reward function for many steps."""
 
     def compute_reward(self, achieved: Any, desired: Any, info: Any) -> Any:
         return -np.linalg.norm(achieved - desired, axis=-1)
 
 
 class Endless(Reach):
-    """Has an end that no goal changes, and no reward function."""
+    """Environment without a reward function. Its termination does not depend on the goal."""
 
     def compute_reward(self, achieved: Any, desired: Any, info: Any) -> Any:
         raise NotImplementedError
@@ -67,7 +67,7 @@ class Endless(Reach):
 
 
 class Costly(Batched):
-    """Shows what an action has cost in its info, and with it in its observation."""
+    """Environment with an action cost in its reward. With ``shows``, the cost is also in the observation."""
 
     def __init__(self, shows: bool = True) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Costly(Batched):
 
 
 class Heavy(Batched):
-    """A simulator that nothing can take along."""
+    """Simulator that can be neither copied nor pickled."""
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise AssertionError
@@ -101,7 +101,7 @@ class Heavy(Batched):
 
 
 def random_steps(env: Any, frames: int = 200) -> TensorDict:
-    """Steps of an environment at random."""
+    """Return random steps of an environment."""
     collector = GymnasiumCollector(env, num_envs=2, frames_per_batch=frames, seed=0)
     steps = collector.rollout()
     collector.shutdown()
@@ -109,7 +109,7 @@ def random_steps(env: Any, frames: int = 200) -> TensorDict:
 
 
 def stored(env: Any, sampler: Any = None, *, goal_env: Any = None, **options: Any) -> ExperienceBuffer:
-    """A buffer that relabels all steps of an environment with the goal functions of ``goal_env``."""
+    """Return a buffer that relabels all steps with the goal functions of ``goal_env``."""
     buffer = ring(1000, 2, sampler, transform=HindsightRelabel(1.0, **options))
     buffer.extend(random_steps(env))
     if goal_env is not None:
@@ -122,7 +122,7 @@ def is_near(achieved: torch.Tensor, desired: torch.Tensor, info: Any) -> torch.T
 
 
 def check_against(env: Any, batch: Any, terminates: bool = False) -> None:
-    """Compare each row of a batch with what the environment gives it."""
+    """Compare the rewards and, on request, the terminations of a batch with the environment's functions."""
     next_data, goal = batch["next"], batch["desired_goal"].numpy()
     for row, achieved in enumerate(next_data["achieved_goal"].numpy()):
         expected = env.get_wrapper_attr("compute_reward")(achieved, goal[row], {})
@@ -210,8 +210,8 @@ def test_vectorised_method_is_called_once() -> None:
     calls.clear()
     for _ in range(20):
         buffer.sample(64)
-    assert calls.count((64, 2)) == 20 + 5  # the steps of batches 1, 2, 4, 8, 16 are compared besides
-    assert len(calls) == 25 + 17  # single ones, and a few together, that have shown that it takes them
+    assert calls.count((64, 2)) == 20 + 5  # batches 1, 2, 4, 8 and 16 also compare their stored steps
+    assert len(calls) == 25 + 17  # single steps, and the small batches that prove that the function accepts many steps
 
 
 def test_entries_independent_of_goals_stay_unchanged() -> None:
@@ -277,7 +277,7 @@ def test_time_steps_terminate_at_their_goals(batch_length: int) -> None:
     step_types = torch.tensor([FIRST, MID, MID, LAST, FIRST, MID, LAST, FIRST, MID])
     position = torch.arange(9.0).unsqueeze(-1)
     row = {"step_type": step_types, "discount": torch.ones(9), "reward": -torch.ones(9)}
-    row["discount"][3] = 0.0  # by its own goal; the next episode is cut
+    row["discount"][3] = 0.0  # terminated at its own goal; the next episode is cut
     row["reward"][3] = row["reward"][[0, 4, 7]] = 0.0
     goal = torch.full_like(position, -5.0)
     goal[:4] = 3.0
@@ -305,7 +305,7 @@ def test_time_steps_terminate_at_their_goals(batch_length: int) -> None:
 
 
 class CarelessGoals:
-    """Overwrites the goals and the info that it is given, and returns the same memory each time."""
+    """Goal functions that overwrite their arguments and return the same memory each time."""
 
     def __init__(self, takes_many: bool) -> None:
         self.takes_many, self.rewards = takes_many, np.zeros(100)

@@ -1,4 +1,4 @@
-"""Hindsight over goals that are single numbers, and over goals that only a given reward can compare."""
+"""Hindsight with scalar goals, and with goals that only a given reward function can compare."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ OTHERS: dict[str, Any] = {
 
 
 def walk(make: Any, lengths: tuple[int, ...] = (5, STEPS - 5), envs: int = 1) -> TensorDict:
-    """Return steps of each environment, time-major, whose goals are made of places that count up."""
+    """Return time-major steps. Their goals are made of places that count up."""
     position = torch.arange(sum(lengths)).double().repeat_interleave(envs)
     goal, end = make(torch.full_like(position, UNREACHED)), torch.zeros(len(position), 1, dtype=torch.bool)
     for last in np.cumsum(lengths):
@@ -78,7 +78,7 @@ def buffer_of(make: Any, sampler: Any = None, envs: int = 1, n_steps: int = 1, *
 
 
 def places(goals: Any) -> torch.Tensor:
-    """Return the place that each goal was made of, ``[n]``."""
+    """Return the place from which each goal was made, ``[n]``."""
     while isinstance(goals, TensorDict):
         goals = next(iter(goals.values()))
     return goals.double().reshape(len(goals), -1)[:, 0]
@@ -90,7 +90,7 @@ def first_leaf(goals: Any) -> torch.Tensor:
 
 
 def same(achieved: Any, desired: Any, info: Any) -> torch.Tensor:
-    """Return 0 at the goal and -1 elsewhere, of goals of any kind ``[n, ...]`` or ``[n, T, ...]``."""
+    """Return 0 at the goal and -1 elsewhere, for goals of any kind ``[n, ...]`` or ``[n, T, ...]``."""
     steps = info["place"].shape
     equal = first_leaf(achieved) == first_leaf(desired)
     return equal.reshape(*steps, -1).all(-1).float() - 1
@@ -222,7 +222,7 @@ TAKEN = ["number", "vector of one", "choice"]
 
 
 class Shows(gym.Env[dict[str, Any], Any]):
-    """Shows goals of a space; each is missed, and an episode has 6 steps."""
+    """Environment with random goals from a space. Its episodes have 6 steps and miss every goal."""
 
     def __init__(self, kind: str) -> None:
         space = SPACES[kind]
@@ -249,7 +249,7 @@ def reward_of(achieved: Any, desired: Any, info: Any) -> float:
 
 
 class Rewards(Shows):
-    """Has a reward of its own, of goals of any kind."""
+    """Environment with its own reward function for all kinds of goals."""
 
     compute_reward = staticmethod(reward_of)
 
@@ -268,7 +268,7 @@ def module(env: Any, mixes: bool = False, **options: Any) -> ReplayDataModule:
 
 
 def source_of(data: ReplayDataModule) -> Any:
-    """What a run draws its batches from."""
+    """Return the source of a run's batches."""
     return data._source
 
 
@@ -318,7 +318,7 @@ def played(env: Any) -> TensorDict:
 
 
 def hidden(achieved: Any, desired: Any, info: Any) -> torch.Tensor:
-    """Depend on a goal that is not the replaced one."""
+    """Return a reward for a goal that relabelling does not replace."""
     return -((info["place"] - UNREACHED).abs() > 0.05).float()
 
 
@@ -379,7 +379,7 @@ def test_reward_that_follows_goals_is_not_reported(scale, n_steps, caplog) -> No
 
 
 class Secret(Reach):
-    """Rewards by a goal that only info has, in memory that it uses again."""
+    """Environment with rewards for a goal that only info contains. It reuses the memory of its rewards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -403,7 +403,7 @@ class Secret(Reach):
 
 
 class Open(Secret):
-    """Rewards by the goal that is replaced."""
+    """Environment with rewards for the replaced goal."""
 
     def compute_reward(self, achieved: Any, desired: Any, info: Any) -> Any:
         return super().compute_reward(achieved, None, {"secret": info["secret"] if desired is None else desired})

@@ -1,4 +1,4 @@
-"""Hindsight against ALF's recorded one, and against a brute-force twin."""
+"""Hindsight equals ALF's recorded batches and a brute-force twin."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIRST, LAST = 0, 2
 
 
 class GivenDraws(HindsightRelabel):
-    """Hindsight that draws what it is given."""
+    """HindsightRelabel with injected random numbers."""
 
     def inject(self, *draws):
         self.draws = [torch.as_tensor(values, dtype=torch.float64) for values in draws]
@@ -40,7 +40,7 @@ def golden():
     data["straddles"] = data["step_type"][data["positions"], data["env_ids"]] == LAST
     relabelled = data["u_select"] < float(data["proportion"])
     data["relabelled"] = relabelled & ~data["straddles"]
-    data["u_future"] = data["u_future"][~data["straddles"][relabelled]]  # ALF relabels pairs that straddle, too
+    data["u_future"] = data["u_future"][~data["straddles"][relabelled]]  # ALF also relabels pairs that cross episodes
     data["achieved"] = np.arange(len(data["step_type"]))[:, None] / 10 + 100.0 * np.arange(2)
     return data
 
@@ -95,7 +95,7 @@ def test_single_steps_equal_golden_draws(golden):
 
 
 def walk(lengths: list[int], goal: float = -5.0) -> TensorDict:
-    """Episodes in which place ``i`` is achieved by step ``i``, counted over all of them."""
+    """Return episodes in which step ``i``, counted over all episodes, starts at place ``i``."""
     position = torch.arange(float(sum(lengths))).unsqueeze(-1)
     done = torch.zeros_like(position, dtype=torch.bool)
     done[torch.tensor(lengths).cumsum(0) - 1] = True
@@ -149,7 +149,7 @@ def test_goals_of_each_strategy_equal_brute_force(strategy, sampler):
     transform = GivenDraws(1.0, strategy=strategy)
     buffer = ring(32, 1, sampler, transform=transform, batch_size=200, data=walk(lengths))
     numbers = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for _ in range(2):  # the first batch is checked
+    for _ in range(2):  # the transform validates the first batch
         transform.inject(torch.zeros(200), numbers)
         batch = buffer.sample()
     bounds = [(0, 3), (3, 11), (11, 16)]
@@ -221,7 +221,7 @@ def test_window_has_one_goal_unless_it_crosses_an_episode_end(ends):
 @pytest.mark.parametrize("strategy", ["future", "episode", "final"])
 def test_partial_episodes_count_as_far_as_they_are_stored(strategy):
     buffer = relabelling(8, [6], 1000, strategy=strategy)
-    buffer.extend(walk([6, 6])[6:10])  # the first two steps of the first episode go; the second has four steps so far
+    buffer.extend(walk([6, 6])[6:10])  # overwrites two steps of the first episode; the second has four steps so far
     batch = buffer.sample()
     place, goal = batch["achieved_goal"].squeeze(-1), batch["desired_goal"].squeeze(-1)
     assert set(place.tolist()) == set(range(2, 10))
@@ -242,7 +242,7 @@ def test_n_step_returns_equal_brute_force(strategy, ends_at_goal, sampler):
     lengths, n_steps, gamma = [3, 8, 5], 4, 0.9
     data = walk(lengths)
     data["next", "reward"] = reward(data["next", "achieved_goal"], data["desired_goal"], {})
-    data["next", "terminated"][10] = not ends_at_goal  # as it is stored: one that hindsight cannot tell from goals
+    data["next", "terminated"][10] = not ends_at_goal  # a stored termination that does not depend on goals
     functions = {"compute_reward": reward, "compute_terminated": terminated if ends_at_goal else None}
     transform = HindsightRelabel(0.7, strategy=strategy, **functions)
     steps = {"n_steps": n_steps, "gamma": gamma}

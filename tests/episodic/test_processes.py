@@ -1,4 +1,4 @@
-"""The episodic buffer in several processes: nothing torn, nothing lost, nobody hangs."""
+"""The episodic buffer in several processes: no step is torn or lost, and no process hangs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kit.forks import as_started
 from torchrl_lightning.episodic import EpisodicReplayBuffer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-SECONDS = 60  # after which a test fails instead of hanging
-MORE = 30  # steps that each writes, and batches that each draws, before and after one of them is killed
+SECONDS = 60  # a test fails after this time instead of hanging
+MORE = 30  # writes and draws of each process before and after one of them is killed
 WRITERS, WIDTH, EPISODE = 4, 2, 7
 ENVS = WRITERS * WIDTH
 
 
 def rows(env: torch.Tensor, number: int) -> TensorDict:
-    """Steps that say in every leaf who wrote them: environments ``env``, each its step ``number``."""
+    """Return step ``number`` of the environments ``env``, with both numbers in its codes."""
     code = (env * 1_000_000 + number).view(-1, 1)
     end = torch.full((len(env), 1), number % EPISODE == EPISODE - 1)
     after = {"reward": torch.ones(len(env), 1), "done": end, "terminated": end, "code": -code.float().expand(-1, 33)}
@@ -45,7 +45,7 @@ def build(max_length: int = 64, **options: Any) -> EpisodicReplayBuffer:
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Compile here what otherwise every forked process would."""
+    """Compile once here, because otherwise every forked process would compile."""
     buffer = build(record_episodic_return=True)
     for number in range(EPISODE):
         buffer.add_batch(rows(torch.arange(ENVS), number))
@@ -62,14 +62,14 @@ def until(holds: Callable[[], Any]) -> None:
 
 
 class Crew:
-    """Processes that work on a buffer; they are gone, and have done well, when the test is over."""
+    """Processes that work on a buffer. On exit, each must have ended without an error."""
 
     def __init__(self) -> None:
         self.context = multiprocessing.get_context("fork")
         self.workers: list[Any] = []
 
     def start(self, work: Callable[..., None], *args: Any) -> Any:
-        # A pipe for each: one that they share could be locked by the one that is killed.
+        # One pipe per process, because a killed process could leave a shared pipe locked.
         here, there = self.context.Pipe()
         worker = self.context.Process(target=work, args=(*args, there), daemon=True)
         worker.pipe = here
@@ -185,7 +185,7 @@ def test_repeatedly_killed_process_leaves_complete_steps() -> None:
             time.sleep(0.003 * round_)
             os.kill(writer.pid, signal.SIGKILL)
             writer.join(SECONDS)
-            with buffer.locked():  # what was left half done is mended on entering
+            with buffer.locked():  # entering the lock repairs the interrupted write
                 filled = buffer.writer.filled
             batch = buffer.dequeue(torch.arange(2), int(filled[0])) if int(filled[0]) else None
             assert filled[0] == filled[1]
@@ -246,7 +246,7 @@ def test_processes_wait_again_after_resume() -> None:
 
 
 def lead(pickled: bytes, pipe: Any) -> None:
-    """Do with a buffer of its own over the same memory what the test compares, and die inside the lock."""
+    """Compare a second buffer over the same memory, then wait inside the lock to be killed."""
     buffer = pickle.loads(pickled)
     pipe.send(buffer.get_batch(64, 1)[0]["code"].tolist())
     pipe.send(buffer.add_batch(rows(torch.arange(ENVS), 2), blocking=True))

@@ -16,7 +16,7 @@ from torchrl_lightning import PrioritizedSampler, RecentSampler
 
 
 class GivenDraws(RecentSampler):
-    """Takes what it draws from a list."""
+    """RecentSampler with injected random numbers."""
 
     def inject(self, *numbers: Any) -> None:
         self.numbers = [np.asarray(values, np.float64) for values in numbers]
@@ -36,7 +36,7 @@ def test_windows_equal_golden_draws_of_alf(case: int) -> None:
     for _ in range(int(adds)):
         write(buffer)
     recent = int(golden["n_recent"])
-    # ALF permutes the environments where ours ranks a number of each.
+    # ALF permutes the environments, but this package ranks one random number per environment.
     orders = iter([row[row >= 0].argsort() / envs for row in golden["randperms"] if row[0] >= 0])
     numbers = []
     for part in (golden["uniforms"][: int(count) - recent], golden["uniforms"][int(count) - recent :]):
@@ -162,7 +162,7 @@ def test_recent_windows_combine_with_prioritized_windows() -> None:
     buffer = ring(40, 2, sampler)
     for _ in range(10):
         write(buffer)
-    batch = buffer.sample(16)  # too few are stored to favour the newest
+    batch = buffer.sample(16)  # too few steps are stored to prefer the newest
     assert Counter(starts_of(batch)) == {(env, position): 1 for env in range(2) for position in range(1, 9)}
     for _ in range(40):
         write(buffer)
@@ -178,7 +178,7 @@ def test_recent_windows_combine_with_prioritized_windows() -> None:
         light = 0.5 if key == "importance_weights" else 1.0
         expected = torch.tensor([1.0] * 4 + [light if start == (0, 20) else heavy for start in drawn[4:]])
         torch.testing.assert_close(batch[key], expected.unsqueeze(1).expand(-1, 2))
-    # Priorities go back to all of them.
+    # The update sets the priorities of all windows.
     batch["td_error"] = torch.full((16, 2), 7.0)
     write(buffer)
     buffer.update_tensordict_priority(batch)
@@ -189,7 +189,7 @@ def test_recent_windows_combine_with_prioritized_windows() -> None:
 
 
 def recent_windows(sampler: RecentSampler, buffer: Any, count: int) -> int:
-    """How many windows of a batch are drawn from the newest ones."""
+    """Return the number of windows in a batch that are drawn from the newest ones."""
     return sampler._count_recent(buffer.writer, count, 1)
 
 
@@ -207,7 +207,7 @@ def test_recent_ratio_is_not_rounded_up_by_a_window() -> None:
 
 
 def test_start_positions_are_counted_without_rounding() -> None:
-    """A buffer of 100 beginnings gives as many of the newest 7 by even draws, so that none is drawn apart."""
+    """With 100 starts, uniform draws already reach the ratio of the newest 7, so no recent draws are added."""
     sampler = RecentSampler(recent_data_steps=7, recent_data_ratio=0.07)
     buffer = ring(400, 1, sampler)
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""Frame stacks on read against ALF's recorded ones, and against the stacks of a recipe."""
+"""Frame stacks built on read equal ALF's recorded stacks and the stacks of a reference recipe."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_stacks_equal_golden_values_across_episode_starts() -> None:
     is_crossing = (step_types[windows[:, 1:], env.unsqueeze(1)] == FIRST).any(1).numpy()
     assert is_crossing.any()
     np.testing.assert_array_equal(stacked[~is_crossing], data["stacked"][~is_crossing])
-    assert (stacked[is_crossing] != data["stacked"][is_crossing]).any()  # ALF's stacks cross into the episode before
+    assert (stacked[is_crossing] != data["stacked"][is_crossing]).any()  # ALF stacks frames across episodes
     for e, row, stacks in zip(env.tolist(), windows.tolist(), stacked, strict=True):
         for p, stack in zip(row, stacks, strict=True):
             begin = max(q for q in range(p + 1) if step_types[q, e] == FIRST)
@@ -49,7 +49,7 @@ def test_stacks_equal_golden_values_across_episode_starts() -> None:
 
 
 def filled(shape, sampler=None, **options):
-    """Buffers of two environments: one that stacks on read, and one that stored the stacks."""
+    """Return two buffers of two environments: one stacks on read, the other stores the stacks."""
     ours = ring(32, 2, sampler, transform=FrameStackTransform(3), batch_size=64, **options)
     plain = ring(32, 2, **options)
     envs = [StackedSteps(seed, 3, shape) for seed in range(2)]

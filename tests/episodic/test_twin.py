@@ -1,4 +1,4 @@
-"""Random streams of uneven environments: index, returns, windows, priorities and stacks against plain Python lists."""
+"""Random streams of uneven environments: index, returns, windows, priorities and stacks equal plain Python lists."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Step:
 
 @dataclass
 class Ring:
-    """All steps of an environment; those below ``oldest`` are gone."""
+    """All steps of an environment. Steps below ``oldest`` are dropped."""
 
     steps: list[Step] = field(default_factory=list)
-    begins: set[int] = field(default_factory=lambda: {0})  # of episodes
+    begins: set[int] = field(default_factory=lambda: {0})  # first positions of episodes
     oldest: int = 0
     priority: dict[int, float] = field(default_factory=dict)  # of stored steps
 
@@ -65,7 +65,7 @@ class Ring:
 
 @dataclass
 class Twin:
-    """What a buffer of these settings must answer."""
+    """Reference implementation of a buffer with these settings."""
 
     num_envs: int
     length: int
@@ -74,7 +74,7 @@ class Twin:
     clip: tuple[float, float] | None
     time_steps: bool
     sampling: str
-    cuts: bool  # when it is restored
+    cuts: bool  # True if a restored buffer cuts its trajectories
 
     def __post_init__(self) -> None:
         self.rings = [Ring() for _ in range(self.num_envs)]
@@ -94,14 +94,17 @@ class Twin:
         return max([INITIAL, *(value for ring in self.rings for value in ring.priority.values())])
 
     def life(self, ring: Ring, position: int) -> int:
-        """The step after the last one that terminates, of which a time step is the next beginning itself."""
+        """Return the position after the last terminated step.
+
+        A terminated time step is the next beginning itself.
+        """
         shift = int(not self.time_steps)
         first = max(ring.begin(position), ring.oldest)
         ended = [p + shift for p in range(first, position + 1 - shift) if ring.steps[p].terminated]
         return max([ring.begin(position), *ended])
 
     def discounted(self, ring: Ring, position: int) -> float:
-        """The rewards up to the first step that terminates, if the episode has ended."""
+        """Return the discounted rewards up to the first terminated step, or the default before the episode ends."""
         end, total, factor = ring.end(position), 0.0, 1.0
         if not ring.steps[end].done:
             return DEFAULT
@@ -113,7 +116,7 @@ class Twin:
         return DEFAULT
 
     def windows(self, steps: int) -> dict[tuple[int, int], float]:
-        """Where windows may begin, and the priorities there."""
+        """Return the priority of each allowed window start."""
         return {
             (env, p): value
             for env, ring in enumerate(self.rings)
@@ -123,7 +126,7 @@ class Twin:
 
 
 def rows_of(steps: list[Step], twin: Twin) -> TensorDict:
-    """Steps of which those of an environment come in their order, ``[n]``."""
+    """Return the steps as rows ``[n]``. The steps of each environment keep their order."""
     frames = torch.tensor([step.frame for step in steps]).view(-1, 1, 1)
     reward = torch.tensor([[step.reward] for step in steps])
     if twin.time_steps:
@@ -141,14 +144,14 @@ def random_steps(rng: np.random.Generator, count: int, twin: Twin) -> list[Step]
     steps = []
     for _ in range(count):
         begins, done, terminated = rng.random(3) < (0.15, 0.25, 0.3)
-        begins = bool(begins and not (twin.time_steps and done))  # a time step is either
+        begins = bool(begins and not (twin.time_steps and done))  # a time step cannot be both first and last
         step = Step(int(rng.integers(1, 1 << 40)), begins, bool(done), bool(terminated), float(rng.integers(-3, 4)))
         steps.append(step)
     return steps
 
 
 def check(buffer: EpisodicReplayBuffer, twin: Twin, steps: int) -> None:
-    """Compare every stored step, and a sample of windows."""
+    """Compare every stored step and a sample of windows with the twin."""
     rings = twin.rings
     stored = [(env, p) for env, ring in enumerate(rings) for p in range(ring.oldest, len(ring.steps))]
     assert buffer.total_size == len(stored)
@@ -190,7 +193,10 @@ def check_draws(
     num_starts: float,
     twin: Twin,
 ) -> None:
-    """The recent ones come first, as many of each environment; the others so, too, or as their priorities say."""
+    """Check how the draws are distributed over environments and priorities.
+
+    Recent windows come first, evenly over the environments. The others are also even, or follow their priorities.
+    """
     recent = math.ceil(DRAWS * RECENT) if "recent" in twin.sampling and num_starts * RECENT > 1 else 0
     assert set(drawn[:recent]) <= {max(start for start in allowed if start[0] == env) for env, _ in allowed}
     assert set(drawn[recent:]) <= set(allowed)

@@ -26,7 +26,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture(params=["numba", "torch"])
 def graph(request: pytest.FixtureRequest) -> Callable[[Tensor], Tensor]:
-    """Inputs that need gradients take the torch path, all others numba."""
+    """Return a function that selects the backend: inputs that need gradients use torch, all others numba."""
     return (lambda x: x) if request.param == "numba" else (lambda x: x.clone().requires_grad_())
 
 
@@ -89,7 +89,7 @@ def test_gae_and_returns_equal_golden_values_with_truncation(
 def test_vtrace_equals_golden_values(dtype: torch.dtype, graph: Callable[[Tensor], Tensor]) -> None:
     for case in cases("vtrace", dtype):
         gamma, rho, c, pg_rho, lmbda = case["hyper_gamma_rho_c_pgrho_lambda"].tolist()
-        if dtype == torch.float32:  # the thresholds themselves have been rounded
+        if dtype == torch.float32:  # the recorded thresholds are rounded to float32
             gamma, rho, c, pg_rho, lmbda = (round(number, 6) for number in (gamma, rho, c, pg_rho, lmbda))
         data = {**case, "terminated": case["terminated"].bool(), "reward": graph(case["reward"])}
         data["done"] = data["terminated"] | case["truncated"].bool()
@@ -132,7 +132,7 @@ def test_estimates_equal_scalar_loops(steps: int, gamma: float, lmbda: float, se
 def test_backends_agree_in_every_shape(estimator: Estimates, gamma: float, shape: tuple[int, ...]) -> None:
     data = rollout(*shape)
     if shape == (5, 300):
-        data["reward"][:, 200:] *= 3  # beyond one tile
+        data["reward"][:, 200:] *= 3  # beyond the first tile
     numba = estimator(data, gamma)
     torch_path = estimator({**data, "reward": data["reward"].clone().requires_grad_()}, gamma)
     for fast, slow in zip(numba, torch_path, strict=True):
@@ -305,7 +305,7 @@ def test_discount_cumsum_keeps_time_first() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
 def test_discount_cumsum_of_an_array_returns_an_array(dtype: str) -> None:
-    x = np.array([[1, 2], [3, 4], [5, 6]]).astype(dtype)[::-1]  # as l2r-lab's, which calls it with reversed views
+    x = np.array([[1, 2], [3, 4], [5, 6]]).astype(dtype)[::-1]  # l2r-lab calls this function with reversed views
     original = x.copy()
     for discount, expected in (
         (0.5, [[6.75, 8.5], [3.5, 5.0], [1.0, 2.0]]),

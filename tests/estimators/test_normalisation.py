@@ -31,7 +31,7 @@ def test_forward_filter_continues_across_rollouts_and_backward_restarts() -> Non
     assert split.variance == pytest.approx(single.variance, rel=1e-12)
     backward = IntrinsicRewardNormalizer(0.9, "backward")
     backward.normalize(reward[:, :1])
-    backward.normalize(reward)  # no filter is carried, so another number of environments is fine
+    backward.normalize(reward)  # the backward filter carries no state, so the number of environments may change
 
 
 def test_forward_filter_continues_separately_for_each_environment() -> None:
@@ -46,7 +46,7 @@ def test_forward_filter_continues_separately_for_each_environment() -> None:
     unknown = IntrinsicRewardNormalizer(0.9)
     for rollout in reward:
         unknown.normalize(rollout, torch.full((4,), -1))
-    assert unknown.variance < together.variance  # the filter starts anew each time
+    assert unknown.variance < together.variance  # the filter restarts each time
     for ids in ([0, 1, 1, 2], [0, 1]):
         with pytest.raises(ValueError, match="env_ids"):
             apart.normalize(reward[0], torch.tensor(ids))

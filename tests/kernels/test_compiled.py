@@ -1,4 +1,4 @@
-"""Compilation of kernels is announced, because it can take many seconds."""
+"""The compilation of kernels is logged, because it can take many seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchrl_lightning.kernels import compiled
 
 
 def divider(number: int) -> Callable[[float], float]:
-    """Make a function without a file, which numba compiles in every process."""
+    """Build a function without a source file, which numba compiles again in every process."""
     namespace: dict[str, Any] = {}
     exec(f"def divide(x): return x / {number}", namespace)
     return namespace["divide"]
@@ -31,7 +31,7 @@ assert jitted(double)(2) == 4
 
 def test_compilation_is_logged_once(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
-    program = tmp_path / "program.py"  # numba caches no function of a command line
+    program = tmp_path / "program.py"  # numba does not cache functions from a command line
     program.write_text(PROGRAM)
     logs = [
         subprocess.run([sys.executable, program], check=True, capture_output=True, text=True).stderr for _ in range(2)

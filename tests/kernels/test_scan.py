@@ -17,7 +17,7 @@ from torchrl_lightning.kernels.compiled import jitted
 
 
 def brute_force(x: Tensor, discount: Tensor, initial: Tensor, reverse: bool) -> Tensor:
-    """The definition, one element at a time, time first."""
+    """Compute the definition one element at a time, with time as the first dimension."""
     y = torch.empty_like(x)
     order = range(x.shape[0])
     previous = initial

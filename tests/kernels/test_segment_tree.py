@@ -42,7 +42,7 @@ def test_golden_trees(backend: Any) -> None:
 @backends
 def test_golden_total_finds_the_last_nonzero_leaf(backend: Any) -> None:
     golden = arrays("segment_trees")
-    # The recorded total is that of a float32 tree, whose sums round above the true one.
+    # The recorded total comes from a float32 tree. Its rounded sums exceed the exact sum.
     tree = SumSegmentTree(len(golden["boundary_values"]), dtype=torch.float32, backend=backend)
     tree[:] = torch.from_numpy(golden["boundary_values"])
     assert tree.summary().item() == pytest.approx(float(golden["boundary_total"][0]), rel=1e-6)
@@ -127,7 +127,7 @@ def test_unique_last_returns_last_occurrences() -> None:
 
 @backends
 def test_search_never_ends_in_an_empty_leaf_despite_rounding(backend: Any) -> None:
-    # 0.1 + 0.2 + 0.3 rounds, so that remainders lie above the right sum on the way down.
+    # Sums like 0.1 + 0.2 + 0.3 are rounded, so a remainder can exceed the sum of the right subtree.
     seeded = generator(0)
     tree = SumSegmentTree(1000, dtype=torch.float32, backend=backend)
     values = torch.rand(1000, generator=seeded)

@@ -1,4 +1,4 @@
-"""The path-wise PPO buffer: golden paths, wrapped, exactly full, terminal and cut ones, and its config verbs."""
+"""The path-wise PPO buffer with golden, wrapped, exactly full, terminal and cut paths, and its config methods."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def build(size: int, batch_size: int = 1, **options: Any) -> PPOBuffer:
 
 
 def walked(buffer: PPOBuffer, *rewards: float) -> PPOBuffer:
-    """Store a path with these rewards, which ends its episode."""
+    """Store a path with these rewards and end its episode."""
     for t, reward in enumerate(rewards):
         buffer.store(path_step(t, reward, done=t == len(rewards) - 1))
     buffer.finish_path()

@@ -1,4 +1,4 @@
-"""Typed configs: both YAML forms, what is coerced, and errors that name the field."""
+"""Typed configs: both YAML forms, coerced values, and errors that contain the name of the field."""
 
 from __future__ import annotations
 

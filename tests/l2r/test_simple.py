@@ -1,4 +1,4 @@
-"""The simple buffer: documented verbs, and TorchRL's verbs beside them."""
+"""The simple buffer: its documented methods and TorchRL's methods."""
 
 from __future__ import annotations
 

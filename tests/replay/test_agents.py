@@ -1,4 +1,4 @@
-"""Rows with a flag of each of several agents."""
+"""Rows with one flag per agent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO, ONE, BOTH = [False, False], [True, False], [True, True]
 
 
 def rows(flags: list[list[bool]], shape: tuple[int, ...] = (2,)) -> TensorDict:
-    """Steps of two agents."""
+    """Return steps of two agents."""
     count = len(flags)
     now = torch.arange(count, dtype=torch.float32).view(-1, 1)
     done = torch.tensor(flags).view(count, *shape)

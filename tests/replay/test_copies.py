@@ -1,4 +1,4 @@
-"""Copies and pickles cost the content, not the capacity, and equal the original."""
+"""Copies and pickles need memory for the content, not for the capacity, and equal the original."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from torchrl_lightning.velora import RecurrentReplayBuffer
 
 CAPACITY = 200_000
 LIMIT = 100_000
-"""Bytes of a pickle of ten rows; of 200,000 rows, each entry alone takes more."""
+"""Maximum size of a pickle of ten rows, in bytes. Each single entry of 200,000 rows takes more."""
 THROUGH = {"deepcopy": copy.deepcopy, "pickle": lambda part: pickle.loads(pickle.dumps(part))}
 through = pytest.mark.parametrize("through", THROUGH.values(), ids=THROUGH)
 
@@ -264,7 +264,7 @@ def test_pickle_size_of_other_buffers_is_that_of_their_rows(make: Callable[[], A
 
 
 def resident_growth(call: Callable[[], Any]) -> int:
-    """Return by how many bytes the highest resident memory grows in a call."""
+    """Return the growth of the peak resident memory during a call, in bytes."""
     status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     clear.write_text("5")
     before = int(status.read_text().split("VmHWM:")[1].split()[0])
@@ -282,11 +282,11 @@ def test_copy_allocates_little_memory(part: str, through: Any) -> None:
         write(buffer, 5)
     else:
         buffer.extend(rows(10).set("x", torch.zeros(10, 100)))
-    assert resident_growth(lambda: through(buffer)) < 100_000_000  # the capacity of "x" takes four times that
+    assert resident_growth(lambda: through(buffer)) < 100_000_000  # the full capacity of "x" takes 400 MB
 
 
 class CopiedTwin(Twin):
-    """Goes on with a copy of the buffer after some of the operations."""
+    """Twin that continues with a copy of the buffer after some operations."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)

@@ -1,4 +1,4 @@
-"""The episode index against ALF's recorded one, and against a brute-force twin."""
+"""The episode index equals ALF's recorded index and a brute-force twin."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torchrl_lightning.replay.episode_transform import EpisodeTransform
 
 
 class Ends(EpisodeTransform):
-    """Adds how many steps are left in the episode."""
+    """Add the number of remaining steps of the episode."""
 
     def forward(self, tensordict):
         env, position = self.episodes.steps_of(self.cells_of(tensordict).numpy())

@@ -1,4 +1,4 @@
-"""Flags, rewards and successors that are written into stored steps later."""
+"""Late writes of flags, rewards and successors into stored steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Storages, writers, samplers and buffers of both houses, in every combination."""
+"""Every combination of storages, writers, samplers and buffers of TorchRL and of this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory is free is asked of the system and of the container; the smaller answer counts."""
+"""The free memory is the smaller value of the system and the container."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_free_memory_respects_the_container_limit(monkeypatch: pytest.MonkeyPatc
     (tmp_path / "memory.max").write_text("max\n")
     assert memory.free_bytes(CPU) == 5 * 1024
     (tmp_path / "memory.max").write_text("1000\n")
-    assert memory.free_bytes(CPU) == 800  # what files occupy can be had back
+    assert memory.free_bytes(CPU) == 800  # the kernel can reclaim the memory of cached files
     with pytest.raises(ValueError, match=r"cupboard.*801.*800"):
         memory.check_free_memory(801, "a cupboard", "buy another")
 

@@ -1,4 +1,4 @@
-"""N-step returns made on read: against a twin of plain lists, TorchRL's transform, and TorchRL's own paths."""
+"""N-step returns computed on read equal plain lists and TorchRL's transform, also on TorchRL's sampling paths."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def buffer(envs: int, n: int = 3, length: int = 40, sampler=None, **kwargs) -> E
 
 
 def check(batch: TensorDict, data: TensorDict, n: int = 3) -> None:
-    """Compare rows, flat or windows, with what one adds up step by step from the whole rollout."""
+    """Compare rows or windows with returns that are summed step by step over the whole rollout."""
     _, length = data.shape
     flat = batch.reshape(-1)
     assert len(flat)
@@ -71,7 +71,7 @@ def check(batch: TensorDict, data: TensorDict, n: int = 3) -> None:
 
 
 def fold(twin: Twin, env: int, position: int, n: int) -> tuple[float, int]:
-    """The return of a step, and of how many steps it is."""
+    """Return the n-step return of a step and the number of its steps."""
     count = min(n, twin.end(env, position) - position + 1)
     return sum(GAMMA**k * reward(env, position + k) for k in range(count)), count
 
@@ -79,7 +79,10 @@ def fold(twin: Twin, env: int, position: int, n: int) -> tuple[float, int]:
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_returns_match_a_plain_sum(data: st.DataObject) -> None:
-    """Uneven rings, ends, cuts without an end, overwritten heads, the seam: every stored cell, by both ways to fold."""
+    """Compare every stored cell with a sum over plain lists, for both implementations of the fold.
+
+    The random data contain uneven rings, ends, cuts without an end flag, overwritten first steps and wrapped rings.
+    """
     envs, length, n = data.draw(st.integers(1, 3)), data.draw(st.integers(2, 7)), data.draw(st.integers(1, 5))
     ours, twin = buffer(envs, max(2, n), length), Twin(envs, length)
     returns = NStepReturns(ours.n_steps, ours.gamma)
@@ -107,7 +110,7 @@ def test_returns_match_a_plain_sum(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_returns_match_torchrl_on_complete_episodes(n: int) -> None:
-    """Where steps wait for their successors, they are the same; the flags of the last step are ours to give."""
+    """MultiStepTransform withholds the last steps until their successors arrive, so only the others are compared."""
     data, ours = rollout(3, 30), buffer(3, n, batch_size=500)
     data["next", "done"][:, -1] = data["next", "truncated"][:, -1] = True
     data["next", "terminated"][:, -1] = False
@@ -143,12 +146,12 @@ def test_returns_work_with_all_samplers(sampler, dtype: torch.dtype) -> None:
 
 
 def test_returns_work_on_torchrls_sampling_path() -> None:
-    """Behind a transform, ahead of time by a thread, and with a slice sampler, whose slices end truncated."""
+    """Sample through a transform, with a prefetching thread, and with a slice sampler, which truncates its slices."""
     data = rollout(1, 30)
     ours = buffer(1, prefetch=2, transform=RewardScaling(0.0, 1.0, in_keys=[("next", "reward")]), data=data)
     check(ours.sample(), data)
     check(ours.sample(return_info=True)[0], data)
-    torch.manual_seed(0)  # few slices are drawn, and not every one ends an episode
+    torch.manual_seed(0)  # Seeded, because not every draw of four slices contains the end of an episode.
     sliced = buffer(1, sampler=SliceSampler(num_slices=4, end_key=("next", "done"), strict_length=False), data=data)
     batch = sliced.sample()
     assert batch["next", "terminated"].any()
@@ -171,7 +174,7 @@ def test_storage_has_only_single_steps() -> None:
 
 
 def test_returns_of_newest_steps_grow_with_new_steps() -> None:
-    """A step's fold is as long as what follows it: read again, it is longer; its priority stays."""
+    """A return covers the steps stored so far, so a later read covers more steps. The priority does not change."""
     data = rollout(1, 4)
     data["next", "done"][:] = data["next", "terminated"][:] = data["next", "truncated"][:] = False
     ours = buffer(1, sampler=PrioritizedSampler(40, 0.7, 0.5))

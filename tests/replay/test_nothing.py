@@ -1,4 +1,4 @@
-"""Calls that ask for nothing get nothing, and change nothing."""
+"""Empty requests return empty results and change nothing."""
 
 from __future__ import annotations
 

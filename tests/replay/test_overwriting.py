@@ -1,4 +1,4 @@
-"""Writing over what is stored, also by what is stored."""
+"""Overwriting of stored steps, also with steps that were read from the same buffer."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_another_process_sees_the_same_memory_mapped_cells(tmp_path: Path) -> No
     parts = {tmp_path / make.__name__: make(tmp_path / f"{make.__name__} cells") for make in makers}
     for file, part, dumps in zip(parts, parts.values(), makers.values(), strict=True):
         file.write_bytes(dumps(part))
-    with start(READ_AND_WRITE, *parts) as other:  # one for all, as it imports for seconds
+    with start(READ_AND_WRITE, *parts) as other:  # one process for all parts, because its imports take seconds
         for part in parts.values():
             storage = getattr(part, "storage", part)
             before = storage.get(torch.arange(3))["a"].flatten().tolist()
@@ -113,7 +113,7 @@ def test_pickle_is_readable_after_its_owner_only_if_opened_before(tmp_path: Path
         owner.send_signal(signal.SIGKILL)
     for each in (storage, again):
         assert each.get(torch.arange(3))["a"].tolist() == [0, 1, 2]
-        assert os.fstat(descriptor(each)).st_nlink == 0  # the system removes it with its last user
+        assert os.fstat(descriptor(each)).st_nlink == 0  # the system removes the file when its last user closes it
     assert not list(folder.iterdir())
     with pytest.raises(RuntimeError, match=f"{owner.pid}"):
         pickle.loads(file.read_bytes())

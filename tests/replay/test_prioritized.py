@@ -31,7 +31,7 @@ def make(capacity: int = 20, alpha: float = 1.0, beta: float = 1.0, **kwargs: An
 
 
 kinds = pytest.mark.parametrize("kind", HOUSES)
-# A plain ReplayBuffer does not take priorities out of a TensorDict.
+# A plain ReplayBuffer does not read priorities from a TensorDict.
 tensordict_kinds = pytest.mark.parametrize("kind", [kind for kind in HOUSES if kind != "torchrl_plain"])
 
 
@@ -48,7 +48,7 @@ def test_draws_follow_the_priorities(kind: str, stratified: bool, alpha: float) 
     priorities = torch.tensor([0.5, 1.0, 3.0, 0.2, 7.0, 1.0, 2.0, 0.1, 4.0])
     buffer.update_priority(index, priorities)
     cells = torch.cat([buffer.sampler.sample(buffer.storage, 16)[0] for _ in range(500)])
-    # Strata make counts vary less than the statistic allows for.
+    # Strata reduce the variance of the counts, so the bound holds for them as well.
     values = buffer.storage.get(cells)["number"]
     assert chi_square(values, priorities**alpha) < 26.1  # 8 degrees of freedom, p = 0.001
 
@@ -128,7 +128,7 @@ def test_importance_weights(alpha: float, beta: float) -> None:
 
 
 def test_weights_correct_the_bias() -> None:
-    # E_P[w f] / E_P[w] is the plain mean, whatever the priorities.
+    # The weighted mean E_P[w f] / E_P[w] equals the plain mean for all priorities.
     buffer = HOUSES["torchrl"](make(beta=1.0, weight_norm="buffer"))
     buffer.update_priority(buffer.extend(numbered(10)), torch.arange(1.0, 11.0))
     batch = buffer.sample(20_000)
@@ -213,7 +213,7 @@ def test_torchrl_buffers_skip_late_updates_with_generations(storage: Any) -> Non
     assert set(batch["index"].tolist()) == {0, 1, 2, 3}
     buffer.sampler.update_priority(batch["index"], errors, generation=batch["write_generation"])
     assert buffer.sampler.table.priorities.tolist() == [1, 1, 7, 7]
-    buffer.update_tensordict_priority(batch.set("td_error", errors))  # the guide says that these are not left out
+    buffer.update_tensordict_priority(batch.set("td_error", errors))  # as documented, also updates overwritten cells
     assert buffer.sampler.table.priorities.tolist() == [7, 7, 7, 7]
 
 
@@ -324,7 +324,7 @@ def test_moved_memory_is_detected() -> None:
     buffer.extend(numbered(3))
     buffer.sample()
     for part in (sampler.table.tree.nodes, sampler.table.priorities, sampler.table.generations):
-        part.share_memory_()  # as on the way to another process
+        part.share_memory_()  # the same move as when a process is started
     buffer.update_priority(torch.tensor([0, 1, 2]), torch.tensor([0.0, 5.0, 0.0]))
     assert sampler.table.priorities[:3].tolist() == [0.0, 5.0, 0.0]
     assert buffer.sample()["index"].tolist() == [1, 1, 1, 1]
@@ -361,7 +361,7 @@ def test_table_matches_a_dictionary(backend: Any, history: tuple[int, list[tuple
     capacity, steps = history
     table = Priorities(capacity, 1.0, 0.1, keep_lowest=True, keep_highest=True, backend=backend)
     known: dict[int, float] = {}
-    drawn = table.generations.clone()  # what a batch drawn at the last "late" step would carry
+    drawn = table.generations.clone()  # the generations of a batch drawn at the last "late" step
     written: set[int] = set()
     for kind, argument in steps:
         if kind == "mark":

@@ -1,4 +1,4 @@
-"""Windows whose beginnings are drawn by priority."""
+"""Priority sampling of window starts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def give(buffer: ExperienceBuffer, env: int, position: int, priority: float) -> 
 
 
 class Injected(PrioritizedSampler):
-    """Takes what it draws from an array."""
+    """Sampler that reads its random numbers from an array."""
 
     def draw(self, count: int) -> Any:
         assert len(self.numbers) == count
@@ -56,7 +56,7 @@ def test_golden_draws_of_alf() -> None:
             give(buffer, 1, 1, 1.0)
             give(buffer, 2, 0, 1.0)
         golden = arrays("alf_prioritized_sampling", f"{stage}_")
-        # ALF numbers leaves by environment, we by step: put the draws where they fall into the same leaves.
+        # ALF orders the leaves by environment, this package by step. Map each draw to the same leaf.
         leaves = golden["leaf_priorities"].astype(np.float64)
         drawn = np.minimum((golden["uniforms"] + np.arange(1000.0)) / 1000, 1 - 1e-7) * leaves.sum()
         leaf = np.searchsorted(leaves.cumsum(), drawn, side="right")
@@ -70,7 +70,7 @@ def test_golden_draws_of_alf() -> None:
         weights = torch.from_numpy(golden["weights"])
         torch.testing.assert_close(batch["importance_weights"][:, 0], weights)
         torch.testing.assert_close(batch["priority_weight"][:, 0], weights**-0.5)
-        # Stratified draws give each window its exact share, whatever the numbers.
+        # Stratified draws return each window in its exact proportion for all random numbers.
         sampler.stratified, sampler.numbers = True, golden["uniforms"]
         counts = {start: starts_of(buffer.sample(1000)).count(start) for start in set(starts_of(batch))}
         assert counts == dict(zip(zip(*golden["unique_env_pos"].tolist(), strict=True), golden["counts"], strict=True))
@@ -106,7 +106,7 @@ def test_entries_of_a_batch() -> None:
     buffer = make(2, 5, batch_length=3, weight_norm="buffer")
     write(buffer, steps=4)
     give(buffer, 0, 1, 4.0)
-    give(buffer, 1, 3, 0.01)  # too late for a window to begin there: it must not decide about weights
+    give(buffer, 1, 3, 0.01)  # no window can start here, so this priority must not affect the weights
     batch = buffer.sample(14)
     assert batch.shape == (14, 3)
     assert batch.names == [None, "time"]
@@ -253,7 +253,7 @@ def test_drawable_starts_match_plain_lists(
 
 
 def look(buffer: ExperienceBuffer, stored: list[dict[int, float]], steps: int, ignored: int) -> None:
-    """Compare what is drawn with what is stored, and where windows may begin."""
+    """Check that windows start at allowed steps, and that counts and weights follow the priorities."""
     allowed = {
         (env, p): priority
         for env, each in enumerate(stored)
@@ -295,7 +295,7 @@ def test_weights_without_norm_count_windows() -> None:
     write(buffer, steps=6)
     give(buffer, 0, 2, 9.0)
     batch = buffer.sample(32)
-    # 8 of 12 steps begin a window; seven of them have a priority of 1.
+    # 8 of 12 steps can start a window, and seven of them have a priority of 1.
     heavy = (batch["env"] == 0) & (batch["position"][:, :1] == 2)
     assert heavy.any()
     probability = torch.where(heavy, 9 / 16, 1 / 16)
@@ -308,7 +308,7 @@ def test_buffer_weights_ignore_steps_that_begin_no_window() -> None:
     for position, priority in enumerate([4.0, 4.0, 2.0, 4.0, 4.0, 4.0, 4.0, 1.0]):
         give(buffer, 0, position, priority)
     weights = {}
-    for steps in (1, 3, 1):  # the least priority is that of step 7, then that of step 2
+    for steps in (1, 3, 1):  # step 7 has the lowest priority; with three steps per window, the lowest start is step 2
         index, info = buffer.sampler.sample(buffer.storage, 64, steps)
         first, weight = index[:, 0].tolist(), info["priority_weight"][:, 0].tolist()
         weights[steps] = dict(zip(first, weight, strict=True))

@@ -1,4 +1,4 @@
-"""Random writes, removals, cuts, loads, late priorities and late flags, against plain lists of the steps."""
+"""Random writes, removals, cuts, loads, late priorities and late flags, compared with plain lists of the steps."""
 
 from __future__ import annotations
 

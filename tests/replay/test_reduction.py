@@ -1,4 +1,4 @@
-"""Priorities with further dimensions, such as the errors of several critics, become one for each row in every path."""
+"""Every path reduces priorities with extra dimensions, for example errors of several critics, to one per row."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sampler(reduction: str = "max", **settings: Any) -> PrioritizedSampler:
 
 
 def expected(index: Tensor, errors: Tensor, reduction: str, rows: int = SIZE) -> Tensor:
-    """Return the priorities of all cells, of which the last row that names a cell counts."""
+    """Return the expected priorities of all cells. If several rows name a cell, the last row counts."""
     priorities = torch.ones(rows, dtype=torch.float64)
     for cell, error in zip(index.tolist(), errors.reshape(len(index), -1), strict=True):
         priorities[cell] = REDUCE[reduction](error).double()
@@ -156,7 +156,7 @@ def test_positions_of_environments_get_one_priority_each(reduction: str) -> None
 
 
 class TorchRLSampler(TorchRLPrioritizedSampler):
-    """TorchRL's sampler without its compiled trees, which remembers what it is given."""
+    """TorchRL's sampler without its compiled trees. It records the priorities that it receives."""
 
     def __init__(self, reduction: str) -> None:
         self.reduction = reduction

@@ -1,4 +1,4 @@
-"""Steps that were removed: no sampler, split or transform returns them, and no cached set of cells outlives them."""
+"""No sampler, split or transform returns removed steps, and no cached set of cells keeps them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LENGTH = 40
 
 
 def rows(count: int, start: int = 0, every: int = 5) -> TensorDict:
-    """Steps whose number ``t`` is their position; each ``every`` steps an episode ends."""
+    """Return steps with their position as ``t``. An episode ends every ``every`` steps."""
     t = torch.arange(start, start + count)
     now = t.float().view(-1, 1)
     done = (t % every == every - 1).view(-1, 1)
@@ -83,7 +83,7 @@ def by_loading(buffer: Any, count: int) -> None:
     buffer.load_state_dict(removed)
 
 
-@pytest.mark.parametrize(("num_envs", "draws"), [(1, 1), (2, 1 << 16)])  # 1: from a list of all beginnings
+@pytest.mark.parametrize(("num_envs", "draws"), [(1, 1), (2, 1 << 16)])  # 1 draw: the sampler lists all starts
 @pytest.mark.parametrize("remove", [by_drop, by_overwriting, by_loading])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_samplers_never_draw_removed_steps(

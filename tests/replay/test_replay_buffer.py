@@ -1,4 +1,4 @@
-"""The buffer over rings: what it takes, and everything TorchRL's buffer does."""
+"""The inputs of ExperienceBuffer, and every method of TorchRL's buffer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ buffer = partial(ring, 20, batch_size=6)
 
 
 class Noting(RandomSampler):
-    """Knows priorities, and notes those that it gets."""
+    """Sampler that records the priorities that it receives."""
 
     def __init__(self) -> None:
         self.noted: dict[int, float] = {}
@@ -50,7 +50,7 @@ class Noting(RandomSampler):
 
 
 class Biased(RandomSampler):
-    """Gives the first cells, with a weight and a nested note."""
+    """Sampler that returns the first cells, with a weight and a nested info entry."""
 
     def sample(self, storage: object, batch_size: int) -> tuple[torch.Tensor, dict]:
         index = torch.arange(batch_size)
@@ -58,7 +58,7 @@ class Biased(RandomSampler):
 
 
 def rollout(envs: int, steps: int) -> TensorDict:
-    """Value ``100 * env + step``, ``[N, T]``."""
+    """Return a rollout ``[N, T]`` with the values ``100 * env + step``."""
     value = torch.arange(envs).unsqueeze(1) * 100 + torch.arange(steps)
     return TensorDict({"a": value.float()}, [envs, steps], names=[None, "time"])
 
@@ -190,7 +190,7 @@ def test_slices_of_torchrl() -> None:
 
 
 class OfAUser(RandomSampler):
-    """Neither TorchRL's nor ours."""
+    """Sampler class that belongs neither to TorchRL nor to this package."""
 
 
 @pytest.mark.parametrize("sampler", [RandomSampler, SamplerWithoutReplacement, OfAUser])
@@ -202,7 +202,7 @@ def test_samplers_of_torchrl_refuse_uneven_rings(sampler: type[Sampler]) -> None
         ours.sample()
     for _ in range(20):
         ours.extend(numbered(2))
-    assert ours.sample()["index"].shape == (2,)  # full again, so that all cells hold something
+    assert ours.sample()["index"].shape == (2,)  # all rings are full again, so every cell holds a step
 
 
 def test_priorities_reach_the_sampler() -> None:
@@ -216,7 +216,7 @@ def test_priorities_reach_the_sampler() -> None:
         ours.update_tensordict_priority(batch.exclude("td_error"))
     assert ours.sampler.marked == 6
     plain = buffer(data=numbered(6))
-    plain.update_tensordict_priority(plain.sample())  # nothing to do, and no warning
+    plain.update_tensordict_priority(plain.sample())  # without priorities, the call neither changes anything nor warns
 
 
 def test_sampler_uses_the_generator_of_the_buffer() -> None:

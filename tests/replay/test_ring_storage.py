@@ -1,4 +1,4 @@
-"""The flat storage: what it takes, what it gives, what it refuses."""
+"""Inputs, outputs and errors of RingStorage."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_failed_first_write_leaves_the_schema_open() -> None:
     ours = buffer()
     with pytest.raises(ValueError, match="meta"):
         ours.extend(numbered(2).to("meta"))
-    ours.extend(TensorDict({"b": torch.zeros(2)}, [2]))  # nor has it made an episode index that needs a done flag
+    ours.extend(TensorDict({"b": torch.zeros(2)}, [2]))  # the failed write left no index that needs done flags
     assert ours.writer.index is None
     with pytest.raises(ValueError, match="meta"):
         ours.extend(TensorDict({"b": torch.zeros(3, device="meta")}, [3]))
@@ -153,7 +153,7 @@ def test_disk_without_reservation_logs_a_warning(
 def test_moved_memory_is_detected() -> None:
     ours = buffer(data=numbered(4))
     for leaf in ours.storage.cells.leaves:
-        leaf.share_memory_()  # as on the way to another process
+        leaf.share_memory_()  # the same move as when a process is started
     ours.extend(numbered(3, 4))
     assert ours[:]["a"].tolist() == ours.storage.get(torch.arange(7))["a"].tolist() == [0, 1, 2, 3, 4, 5, 6]
 

@@ -1,4 +1,4 @@
-"""Where steps go: against lists, one for each environment."""
+"""RingWriter stores the same steps as one plain list per environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of every kind arrive whole, or leave no trace that can be sampled."""
+"""A write stores complete rows, or leaves nothing that can be sampled."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_interrupted_write_leaves_no_incomplete_row(
         raise KeyboardInterrupt
 
     match = Cells.match
-    with monkeypatch.context() as patch:  # as on a device, where leaf after leaf is copied
+    with monkeypatch.context() as patch:  # as on a device: the leaves are copied one after the other
         patch.setattr(Cells, "match", lambda cells, data, rows: (match(cells, data, rows)[0], None))
         patch.setattr(Cells, "scatter", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -91,7 +91,7 @@ def test_interrupted_write_leaves_no_incomplete_row(
         assert (batch["a"] == batch["b"]).all()
         assert batch["a"].max() < steps
         assert torch.equal(one.writer.index.end(env, position), ends)
-        for number in range(steps, steps + LENGTH):  # what was given up is filled again
+        for number in range(steps, steps + LENGTH):  # new steps fill the dropped cells again
             one.extend(step(number))
         assert one.writer.is_uniformly_filled
         assert len(one) == ENVS * min(steps + LENGTH, LENGTH)

@@ -1,4 +1,4 @@
-"""Trajectories that are cut without a flag: by ids, by other successors, after loads; and data that are not cut."""
+"""Trajectories cut without a flag (by ids, by other successors, after loads), and data without cuts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SEAM = "do not continue their stored trajectories"
 
 
 def rows(count: int, start: float = 0, **extra: Any) -> TensorDict:
-    """Steps of one environment that count up from ``start``."""
+    """Return steps of one environment that count up from ``start``."""
     now = torch.arange(count, dtype=torch.float32).view(-1, 1) + start
     never = torch.zeros(count, 1, dtype=torch.bool)
     following = {"observation": now + 1, "reward": torch.ones(count, 1), "done": never, "terminated": never.clone()}
@@ -52,7 +52,7 @@ def replay(num_envs: int = 1, length: int = 50, **settings: Any) -> ExperienceBu
 
 
 def begins(buffer: Any, env: int = 0) -> list[int]:
-    """Begin of the episode of each stored step of an environment."""
+    """Return the first position of the episode of each stored step."""
     position = torch.arange(int(buffer.writer.oldest[env]), int(buffer.writer.positions[env]))
     found: list[int] = buffer.writer.index.begin(torch.full_like(position, env), position).tolist()
     return found
@@ -242,7 +242,7 @@ def test_processes_of_a_shared_buffer_cut_only_their_trajectories() -> None:
 
 
 def changed(kind: str, count: int, start: int, generator: torch.Generator) -> TensorDict:
-    """Rows of one trajectory, of which no entry is equal to the stored successor."""
+    """Return rows of one trajectory in which no entry equals the stored successor."""
     data = rows(count, start)
     noise = [torch.randn(count, 1, generator=generator) for _ in range(2)]
     if kind == "noisy":
@@ -292,7 +292,7 @@ def test_rewritten_successor_is_not_compared() -> None:
     buffer.extend(rows(3, 3).set("hidden", state).set(("next", "hidden"), state.clone()))
     assert begins(buffer) == [0] * 6
     buffer.extend(rows(3, 80).set("hidden", state).set(("next", "hidden"), state.clone()))
-    assert begins(buffer)[-3:] == [6] * 3  # the observation still tells
+    assert begins(buffer)[-3:] == [6] * 3  # the observation still reveals the cut
 
 
 def test_rewritten_row_of_the_same_values_is_compared() -> None:
@@ -359,7 +359,7 @@ def test_load_lets_successors_decide_over_ids(ids: list[int], start: int, expect
 
 def test_compared_entries_are_saved() -> None:
     buffer = replay()
-    buffer.extend(torch.cat([rows(2), rows(2, 50)]))  # differs inside
+    buffer.extend(torch.cat([rows(2), rows(2, 50)]))  # the second part does not follow the first part
     other = loaded(buffer)
     other.extend(rows(2, 90))
     assert begins(other) == [0] * 6

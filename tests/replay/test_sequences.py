@@ -72,7 +72,7 @@ def test_windows_match_the_reference(
 
 
 def uneven(**options: Any) -> tuple[Twin, ExperienceBuffer]:
-    """Three rings, wrapped, unaligned and unevenly filled."""
+    """Return a twin and a buffer with three rings that are wrapped, unaligned and unevenly filled."""
     twin, buffer = Twin(3, 20), make_buffer(3, 20, **options)
     seeded = generator(1)
     for ids, steps in (([0, 1, 2], 9), ([0, 2], 17), ([1], 3), ([0], 4)):
@@ -112,7 +112,7 @@ def test_rare_starts_are_found_with_few_rejections() -> None:
 @pytest.mark.parametrize("episode_ends", ENDS)
 def test_windows_may_change_their_length_between_samples(episode_ends: str) -> None:
     buffer = make_buffer(1, 100, batch_length=2, episode_ends=episode_ends)
-    buffer.extend(episodes([3] * 20))  # hardly any draw has room for more, so that beginnings are listed
+    buffer.extend(episodes([3] * 20))  # few starts fit a longer window, so the sampler lists the starts
     with pytest.raises(ValueError, match="No window fits") if episode_ends == "inside" else nullcontext():
         buffer.sampler.sample(buffer.storage, 50, 4)
     for length in (3, 2, 3):
@@ -184,7 +184,7 @@ def test_windows_can_begin_with_zero_states(episode_ends: str) -> None:
     assert batch["recurrent_state"].shape == batch["next", "recurrent_state"].shape == (50, 3, 2)
     assert not batch["recurrent_state"].any()
     assert not batch["next", "recurrent_state"].any()
-    assert (buffer[:]["recurrent_state"] == 1).all()  # what is stored stays
+    assert (buffer[:]["recurrent_state"] == 1).all()  # the stored states do not change
 
 
 def test_emptied_buffer_samples_new_windows() -> None:

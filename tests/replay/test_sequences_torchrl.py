@@ -1,4 +1,4 @@
-"""Windows over rings in every storage and buffer, ours and TorchRL's."""
+"""Windows over rings in every storage and buffer of TorchRL and of this package."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ SETTERS: list[tuple[Callable[[], Any], str, list[Any]]] = [
     (lambda: DemonstrationWriter(DemonstrationStorage()), "cut_after_reward", [1, None]),
     (lambda: GeneralizedAdvantages(0.9), "lmbda", [-1, 1.1, NAN]),
     (lambda: GeneralizedAdvantages(0.9), "reward_key", [3, ()]),
-    (lambda: PPOModule(), "clip_epsilon", [-1, NAN, "1"]),  # a buffer, which PyTorch does not replace
+    (lambda: PPOModule(), "clip_epsilon", [-1, NAN, "1"]),  # a registered buffer, which PyTorch does not replace
     (lambda: PPOModule(), "entropy_coeff", [NAN, "1"]),
     (lambda: PPOModule(), "target_kl", [0, -1, NAN, "1"]),
     (lambda: PPOModule(), "critic_coeff", [NAN, "1"]),
@@ -229,7 +229,7 @@ def test_overflowing_alpha_changes_nothing(batch_length: int | None, alpha: floa
     buffer.update_priority(
         cells[-1:] if batch_length else cells, torch.tensor([1.0, 4.0, 1e25][-len(cells[-1:]) :])[-1:]
     )
-    if not stored:  # new data still get the highest priority that was ever given
+    if not stored:  # new data still get the highest priority so far
         buffer.extend(numbered(4))
         buffer.update_priority(torch.arange(4), torch.ones(4))
     sampler = buffer.sampler

@@ -1,4 +1,4 @@
-"""Sharing empty buffers: with known entries, with an example row, and without either."""
+"""Sharing of empty buffers with known entries, with an example row, and without both."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 
 def step(number: float, done: bool = False) -> TensorDict:
-    """One step of each environment; each entry that a buffer below needs has the number."""
+    """Return one step of each environment. Each entry that a buffer below needs holds the number."""
     flag, value = torch.full((ENVS, 1), done), torch.full((ENVS, 1), float(number))
     names = "observation", "achieved_goal", "desired_goal", "recurrent_state"
     after = {**dict.fromkeys(names, value + 1), "reward": value, "done": flag, "terminated": flag}
@@ -72,7 +72,7 @@ def unchanged_reward(achieved: Any, desired: Any, info: Any) -> Any:
 
 
 def write(buffer: Any, number: float, said: Any, env: int | None = None) -> None:
-    """Write a step of one environment or of all; say how many are stored, or what was raised."""
+    """Write a step of one environment or of all. Queue the number of stored steps or the error."""
     try:
         buffer = pickle.loads(buffer) if isinstance(buffer, bytes) else buffer
         rows = step(number) if env is None else step(number)[env : env + 1]
@@ -83,7 +83,10 @@ def write(buffer: Any, number: float, said: Any, env: int | None = None) -> None
 
 
 def started(method: str, buffer: Any, *arguments: Any) -> Any:
-    """Let another process write to a buffer that it inherits, or gets as a spawned one does; return its answer."""
+    """Write to a buffer in another process and return its answer.
+
+    With "fork" the process inherits the buffer. With "spawn" it receives the buffer as a spawned process does.
+    """
     context = multiprocessing.get_context("fork")
     said = context.Queue()
     buffer = as_started(buffer) if method == "spawn" else buffer
@@ -169,7 +172,7 @@ def test_example_leaves_no_trace_in_the_next_samples() -> None:
         return experience(sampler, n_steps=2, generator=torch.Generator().manual_seed(0))
 
     first, second = written(make()), written(make().share(example=ROW))
-    counters = "write_position", "write_generation"  # they count on, so that no two rows of a cell have the same
+    counters = "write_position", "write_generation"  # never restart: each row of a cell has its own value
     ours, theirs = (buffer.sample(32).exclude(*counters) for buffer in (first, second))
     assert (ours == theirs).all()
 

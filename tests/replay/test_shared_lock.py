@@ -1,4 +1,4 @@
-"""The lock between processes, and what is mended behind one that dies inside of it."""
+"""The lock between processes, and the recovery after a process dies while it holds the lock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torchrl_lightning.replay import ExperienceBuffer, RingStorage, RingWriter, 
 from torchrl_lightning.replay.shared_lock import SharedLock
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-SECONDS = 60  # after which a test fails instead of hanging
+SECONDS = 60  # a test fails after this time instead of hanging
 ENVS, LENGTH = 3, 4
 step = partial(numbered, ENVS, ends=False)
 
@@ -40,7 +40,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def started(act: Callable[..., None], *arguments: Any, name: str | None = None) -> Any:
-    """Start a forked process."""
+    """Start a forked process and return it."""
     process = FORK.Process(target=act, args=arguments, name=name, daemon=True)
     process.start()
     return process
@@ -109,7 +109,7 @@ def test_forked_process_does_not_inherit_a_thread_lock() -> None:
 
 @contextmanager
 def stopped_holder(lock: Any) -> Iterator[int]:
-    """Let another process hold a lock, or what has one, and stop it there; it is killed in the end."""
+    """Stop another process while it holds a lock, or the lock of an object. Kill it on exit."""
     held = FORK.Event()
     holder = started(hold, lock, held)
     try:
@@ -208,12 +208,12 @@ def die() -> None:
 
 
 def die_counting(storage: RingStorage) -> None:
-    """Let this process die where it says how much the storage holds."""
+    """Kill this process when it updates the length of the storage."""
     storage.bump_revision = storage.set_length = lambda *_: die()  # type: ignore[method-assign]
 
 
 def died(act: Any) -> None:
-    """Let a forked process do something that kills it."""
+    """Run a function in a forked process and check that it kills the process."""
     child = started(act)
     child.join(SECONDS)
     assert child.exitcode == -signal.SIGKILL
@@ -233,11 +233,11 @@ def test_rings_of_a_process_that_died_while_writing_are_dropped(where: str, capl
 
     def act() -> None:
         writer, storage = buffer.writer, buffer.storage
-        if where == "length":  # all is written, but not said to be
+        if where == "length":  # the rows are written, but the length is not updated
             die_counting(storage)
         if where == "priorities":
             writer.notify = lambda _: die()  # type: ignore[method-assign]
-        if where == "copies":  # row by row, because bytes of another device or layout are not copied
+        if where == "copies":  # copy row by row, as for another device or layout
             storage.cells.match = lambda data, _: (  # type: ignore[method-assign, union-attr]
                 [data.get(path) for path in storage.cells.leaf_index], None,
             )  # fmt: skip
@@ -286,7 +286,7 @@ def test_death_while_reading_or_removing_damages_nothing(caplog: Any) -> None:
     assert stored(buffer) == [[0.0, 10.0, 20.0], [21.0], [2.0, 12.0, 22.0]]
     assert len(buffer) == 7
     assert buffer.writer.index.begin(torch.tensor([1]), torch.tensor([2]), clip=False).tolist() == [1]
-    buffer.extend(step(30, ends=True))  # the episode goes on
+    buffer.extend(step(30, ends=True))  # the episode continues
     assert buffer.writer.index.end(torch.tensor([1]), torch.tensor([2])).tolist() == [3]
     assert not caplog.records
 
@@ -380,7 +380,7 @@ def test_buffer_locked_by_a_stopped_process_stays_unchanged() -> None:
         for call in calls:
             with pytest.raises(TimeoutError, match=f"{pid}"):
                 call()
-        buffer.stop()  # waits for nobody
+        buffer.stop()  # does not wait for the lock
         os.kill(pid, signal.SIGKILL)
         buffer.share(timeout=SECONDS)
         buffer.sample()
@@ -407,7 +407,7 @@ def test_timeout_needs_a_shared_buffer() -> None:
 
 
 def begins(buffer: ExperienceBuffer, env: int) -> list[int]:
-    """Return where the episode of each stored step begins."""
+    """Return the first position of the episode of each stored step."""
     positions = torch.arange(int(buffer.writer.oldest[env]), int(buffer.writer.positions[env]))
     return buffer.writer.index.begin(torch.full_like(positions, env), positions, clip=False).tolist()
 
@@ -429,7 +429,7 @@ def test_new_process_never_joins_the_episode_of_a_dead_one(caplog: Any) -> None:
     assert begins(buffer, 1) == [0, 1]
     buffer.extend(step(60, ends=True))
     assert begins(buffer, 0) == [3, 4, 4, 6]
-    assert begins(buffer, 1) == [0, 1, 1]  # this process goes on with its own
+    assert begins(buffer, 1) == [0, 1, 1]  # this process continues its own episode
     ends = buffer.writer.index.end(ids, torch.tensor([3, 4]))
     assert ends.tolist() == [3, 5]
     assert not caplog.records  # nothing was torn

@@ -1,4 +1,4 @@
-"""Buffers in several processes, forked and spawned, and copies of buffers."""
+"""Buffers in several forked and spawned processes, and copies of buffers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 
 ENVS, SIZE = 3, 12
 rows = partial(numbered, ENVS, ends=False)
-BATCH = 512  # large enough to draw every stored step, whatever the seed: a started process's follows from its number
+BATCH = 512  # draws every stored step for any seed; the seed of a process depends on its number
 
 
 def filled(sampler: Any = None, scratch: Path | None = None, **kwargs: Any) -> ExperienceBuffer:
@@ -29,7 +29,10 @@ def filled(sampler: Any = None, scratch: Path | None = None, **kwargs: Any) -> E
 
 
 def work(buffers: list[ExperienceBuffer], inbox: Any, outbox: Any) -> None:
-    """Do in another process what the test asks for: the name of a function below, and the number of a buffer."""
+    """Run requested functions of this module in another process.
+
+    A task consists of the name of a function and the index of a buffer.
+    """
     while (task := inbox.recv()) is not None:
         name, which = task
         try:
@@ -63,7 +66,7 @@ def start_over(ours: ExperienceBuffer) -> Any:
 
 
 class Other:
-    """Another process, which works on buffers."""
+    """Another process that works on buffers."""
 
     def __init__(self, method: str, buffers: list[ExperienceBuffer]) -> None:
         context = multiprocessing.get_context(method)
@@ -97,7 +100,7 @@ def test_processes_share_a_buffer(method: str) -> None:
         assert not ours.writer.is_uniformly_filled
         index = ours.writer.index
         env, first = torch.arange(ENVS), torch.zeros(ENVS, dtype=torch.long)
-        assert index.begin(env, first + 2).tolist() == [1] * ENVS  # what another process writes begins an episode
+        assert index.begin(env, first + 2).tolist() == [1] * ENVS  # a write of another process begins an episode
         assert index.end(env, first).tolist() == [0] * ENVS
         assert index.finished(env, first + 1).all()
         if which != 1:  # TorchRL's RandomSampler refuses uneven rings
@@ -107,7 +110,7 @@ def test_processes_share_a_buffer(method: str) -> None:
         length, positions, found = other.do(report, which)
         assert (length, positions) == (12, [5, 6, 5])
         assert {50.0, 51.0, 52.0, 60.0, 61.0, 62.0} <= set(found)
-        # What was drawn before another process overwrote it is left alone.
+        # write_back skips steps that another process has overwritten since the draw.
         batch = ours.sample()
         assert other.do(overwrite, which) == 12
         assert not len(ours.write_back(batch, ["a"]))
@@ -131,7 +134,7 @@ def test_forked_process_does_not_write_to_a_copy() -> None:
         assert ("buffer.share(example=row)" if which == 1 else "buffer.share()") in answer
     assert "buffer.share()" in other.do(start_over)
     ours.extend(rows(3))
-    # Reading a copy is no harm: it is one of that moment.
+    # Reading a copy is allowed: it has the content of the time when it was made.
     assert other.do(report) == (3, [1, 1, 1], [0.0, 1.0, 2.0])
     other.stop()
     assert len(ours) == 6

@@ -1,4 +1,4 @@
-"""States: exact, atomic, without pickle, and over files that outlive the process."""
+"""States are exact, atomic and free of pickle, also if the cells are files that outlive the process."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def edit(change: Callable[[dict[str, Any]], None], sign: bool = True) -> Callabl
     def damage(folder: Path) -> None:
         written = json.loads((folder / "state.json").read_text())
         change(written["content"])
-        if sign:  # as a hostile author would
+        if sign:  # an attacker would also update the checksum
             written["crc32"] = zlib.crc32(json.dumps(written["content"]).encode())
         (folder / "state.json").write_text(json.dumps(written))
 
@@ -97,7 +97,7 @@ def edit(change: Callable[[dict[str, Any]], None], sign: bool = True) -> Callabl
 
 
 def put(*path: str, value: Any = GONE) -> Callable[[Path], None]:
-    """Put a value into the manifest, or take one out."""
+    """Set a value in the manifest, or remove it."""
     return edit(lambda content: content.update(changed(content, path, value)))
 
 
@@ -140,7 +140,7 @@ def test_edited_manifest_is_rejected(tmp_path: Path) -> None:
             edit(change, sign=False)(tmp_path)
             with pytest.raises(ValueError, match="damaged or foreign"):
                 read_state_folder(tmp_path)
-            edit(lambda content: None)(tmp_path)  # signs it: another state, or none
+            edit(lambda content: None)(tmp_path)  # with a valid checksum, the read returns a state or raises
             with contextlib.suppress(ValueError):
                 assert isinstance(read_state_folder(tmp_path), dict)
 
@@ -176,7 +176,7 @@ def test_loaded_state_ignores_later_writes(tmp_path: Path) -> None:
     held = one.state_dict()
     one.dumps(tmp_path / "state")
     one.extend(numbered(ENVS, 900))
-    one.extend(numbered(1, 950), env_ids=torch.tensor([1]))  # a process that dies between two saves
+    one.extend(numbered(1, 950), env_ids=torch.tensor([1]))  # as from a process that dies between two saves
     one.update_priority(torch.arange(SIZE), torch.ones(SIZE))
     for folder in (None, tmp_path / "ring", tmp_path / "other"):
         other = buffer(scratch_dir=folder, sampler=PrioritizedSampler(SIZE, alpha=1.0, beta=0.5))
@@ -188,7 +188,7 @@ def test_loaded_state_ignores_later_writes(tmp_path: Path) -> None:
 def test_second_resume_keeps_all_steps(tmp_path: Path) -> None:
     one = filled(scratch_dir=tmp_path / "ring")
     one.dumps(tmp_path / "state")
-    for step in range(SIZE):  # a run that is lost for more than the length of the rings
+    for step in range(SIZE):  # unsaved steps that exceed the length of the rings
         one.extend(numbered(ENVS, 500 + step * ENVS))
     for again in range(2):
         other = buffer(scratch_dir=tmp_path / "ring")

@@ -1,4 +1,4 @@
-"""Buffers that know the time dimension of unnamed rollouts."""
+"""Buffers with a configured time dimension for rollouts without dimension names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS, ENVS, LENGTH = 4, 3, 8
 
 
 def rollout(steps: int = STEPS, envs: int = ENVS, start: int = 0) -> TensorDict:
-    """A rollout ``[N, T]`` of two episodes, whose numbers are ``100 * env + step``."""
+    """Return a rollout ``[N, T]`` of several episodes with the numbers ``100 * env + step``."""
     value = (100.0 * torch.arange(envs)[:, None] + torch.arange(start, start + steps)).unsqueeze(-1)
     done = torch.zeros(envs, steps, 1, dtype=torch.bool)
     done[:, 1 : steps - 1] = True
@@ -38,7 +38,7 @@ def make(num_envs: int = ENVS, **settings: Any) -> ExperienceBuffer:
 
 
 def stored(buffer: Any) -> list[list[float]]:
-    """Return the numbers in each ring, oldest first."""
+    """Return the numbers stored in each ring, oldest first."""
     writer = buffer.writer
     steps = [torch.arange(*bounds) for bounds in zip(writer.oldest.tolist(), writer.positions.tolist(), strict=True)]
     cells = [writer.cell(torch.tensor(env), positions) for env, positions in enumerate(steps)]
@@ -190,7 +190,7 @@ def test_masked_rows_that_cannot_be_joined_are_refused() -> None:
         with pytest.raises(ValueError, match="split_trajs=False"):
             buffer.extend(data.clone().set(("collector", "mask"), torch.tensor(mask).bool()))
     assert not len(buffer)
-    buffer.extend(data.set(("collector", "mask"), torch.tensor([[1, 1, 1, 0]] * 2).bool()))  # equally long ones
+    buffer.extend(data.set(("collector", "mask"), torch.tensor([[1, 1, 1, 0]] * 2).bool()))  # equally long
     assert stored(buffer) == expected(0, 1, steps=3)
 
 
@@ -218,7 +218,7 @@ def test_process_of_a_shared_buffer_keeps_its_rings() -> None:
 
 def test_rows_of_one_environment_are_known_by_their_trajectories() -> None:
     buffer = make(time_dim=-1).share(example=rollout()[0, 0])
-    buffer.extend(rollout(3)[1])  # as many steps as there are environments
+    buffer.extend(rollout(3)[1])  # the number of steps equals the number of environments
     assert sorted(stored(buffer)) == [[], [], [100.0, 101.0, 102.0]]
     flat = make(time_dim=-1).share(example=rollout()[0, 0])
     flat.extend(rollout()[:, 0])

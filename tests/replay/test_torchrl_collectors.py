@@ -1,4 +1,4 @@
-"""TorchRL's collectors fill our buffers themselves: they call ``extend`` and ``add`` without our arguments."""
+"""TorchRL's collectors fill our buffers: they call ``extend`` and ``add`` without our extra arguments."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ign
 
 @pytest.fixture(autouse=True)
 def forked() -> Iterator[None]:
-    """Fork the workers, because a spawned one imports everything anew."""
+    """Fork the workers, because spawned workers import all modules again."""
     with mock.patch.object(torchrl._utils, "_get_default_mp_start_method", return_value="fork"):
         yield
 
 
 def single(identity: int, length: int = 5) -> EnvBase:
-    """An environment whose every row says who it is from, the number of the episode, and that of the step."""
+    """Return an environment with its id, the episode number and the step number in every row."""
     return GymWrapper(CountingEnv(identity, length + identity))
 
 
@@ -82,7 +82,7 @@ def numbers(rows: TensorDictBase) -> list[tuple[int, int, int]]:
 
 
 def check_streams(buffer: ExperienceBuffer, identities: int) -> None:
-    """Check that each ring has the stream of one environment without a gap, and each environment one ring."""
+    """Check that each ring holds all steps of one environment, and that each environment has one ring."""
     seen = []
     for rows in streams(buffer):
         stream = numbers(rows)
@@ -95,7 +95,7 @@ def check_streams(buffer: ExperienceBuffer, identities: int) -> None:
 
 
 def check_returns(buffer: ExperienceBuffer, may_cut: bool = False) -> None:
-    """Compare sampled returns with those of each environment's own stream."""
+    """Compare sampled returns with returns computed from the stored steps of each environment."""
     stored = {number: row for rows in streams(buffer) for number, row in zip(numbers(rows), rows, strict=True)}
     batch = buffer.sample(256)
     for row, (identity, episode, step) in zip(batch, numbers(batch), strict=True):
@@ -159,7 +159,7 @@ def test_environments_without_a_batch_fill_one_ring_each(collector: Any) -> None
     workers = WORKERS[collector]
     for extends, frames in itertools.product(
         [True, False], [workers * workers, 16]
-    ):  # as many steps as rings, and more
+    ):  # the number of steps equals the number of rings, or is larger
         buffer = make(workers)
         makers = [partial(single, worker) for worker in range(workers)]
         with collecting(collector, makers, buffer, extend_buffer=extends, frames_per_batch=frames) as run:
@@ -232,7 +232,7 @@ def test_collectors_that_were_started_fill_the_buffer_meanwhile(collector: Any) 
         while buffer.write_count < 96 or not (buffer.writer.positions > 8).all():
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        with buffer.lock_if_shared():  # the collector goes on
+        with buffer.lock_if_shared():  # the collector still runs
             if buffer.shared:
                 check_streams(buffer, num_envs)
                 check_returns(buffer)

@@ -16,7 +16,7 @@ from torchrl_lightning.replay.uniform import UniformSampler
 
 
 def draw(buffer: Any, batches: int, size: int) -> Tensor:
-    """Draw many batches of the sampler alone, and read what is in their cells at once."""
+    """Draw many batches from the sampler, then read all their cells in one call."""
     cells = [buffer.sampler.sample(buffer.storage, size)[0] for _ in range(batches)]
     return buffer.storage.get(torch.cat(cells))["number"]
 
@@ -28,7 +28,7 @@ def test_uniform_over_stored_cells(kind: str, with_replacement: bool, stratified
     sampler = UniformSampler(with_replacement, stratified=stratified, generator=generator(1))
     buffer = house(kind, sampler, numbered(13))
     values = draw(buffer, 1000, 6)
-    # Without replacement or stratified, counts vary less than the statistic allows for.
+    # Without replacement or with strata, the counts vary less than the statistic assumes.
     assert chi_square(values, dict.fromkeys(range(13), 1.0)) < 32.9  # 12 degrees of freedom, p = 0.001
     buffer.extend(numbered(15, start=13))
     drawn = torch.cat([buffer.sample(6)["number"] for _ in range(50)])

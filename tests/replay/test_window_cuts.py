@@ -90,7 +90,7 @@ def test_windows_inside_an_episode_begin_with_zeros_at_a_cut(how: str, episode_e
     sampler = SequenceSampler(3, episode_ends=episode_ends)
     buffer = ExperienceBuffer(
         storage=RingStorage(20), sampler=sampler, batch_size=400
-    )  # each of about 18 starts occurs
+    )  # enough draws for each of about 18 starts
     fill(buffer, how, starts=starts)
     batch = buffer.sample()
     first = batch["step"][:, 0]

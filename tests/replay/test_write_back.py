@@ -1,4 +1,4 @@
-"""Entries of a batch that go back into the cells they came from."""
+"""Write-back of batch entries into the cells they came from."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_write_entry_replaces_one_entry() -> None:
 
 
 def agents(count: int) -> TensorDict:
-    """Steps whose flags of two agents agree, with a reward and a successor."""
+    """Return steps with equal flags of two agents, a reward and a successor."""
     flags, number = torch.zeros(count, 2, dtype=torch.bool), torch.arange(float(count)).view(-1, 1)
     after = {"done": flags, "terminated": flags.clone(), "reward": number.clone(), "n": number + 1}
     return TensorDict({"n": number, "is_init": flags.clone(), "next": after}, [count])
@@ -139,7 +139,7 @@ def test_rejected_key_leaves_all_keys_unchanged(flag: str, place: int, mixed: bo
     successors = [each.writer.rings.successors.state_dict() for each in (first, ours)]
     batch = source.draw(8)
     batch["n"], batch["next", "n"] = batch["n"] + 100, batch["next", "n"] + 100
-    rows = slice(7, 8) if mixed else slice(None)  # the first buffer refuses nothing
+    rows = slice(7, 8) if mixed else slice(None)  # the rows of the first buffer stay valid
     batch[key][rows] = value
     batch["next", "reward"] += 100
     keys = ["n", ("next", "n"), ("next", "reward")]

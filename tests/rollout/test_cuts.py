@@ -18,7 +18,7 @@ CRITIC = make_critic()
 
 
 def with_cuts(data: TensorDict, starts: str) -> tuple[TensorDict, torch.Tensor]:
-    """Add ids that change at ends and at cuts; return also the cuts, ``[T, N]``."""
+    """Add ids that change at ends and at cuts. Return the data and the cuts, ``[T, N]``."""
     done = data["next", "done"].transpose(0, 1)[..., 0]
     cut = torch.zeros(done.shape, dtype=torch.bool)
     cut[4, 0] = cut[9, 0] = cut[1, 1] = cut[6, 2] = True
@@ -89,7 +89,7 @@ def test_buffer_bootstraps_at_cuts_and_marks_them(by: str) -> None:
     value, next_value = (
         CRITIC(rollout.get(key).clone() if key else rollout.clone())["state_value"] for key in ("", "next")
     )
-    stored_next = torch.cat([value[1:], next_value[-1:]])  # of the same trajectory, its observation is stored as a step
+    stored_next = torch.cat([value[1:], next_value[-1:]])  # the trajectory stores this observation as its next step
     next_value = torch.where(done, next_value, stored_next)
     expected = brute_gae(rollout["next", "reward"], value, next_value, rollout["next", "terminated"], done, 0.9, 0.8)
     torch.testing.assert_close(rollout["value_target"], expected + value)
@@ -105,7 +105,7 @@ def test_intrinsic_reward_filter_restarts_at_cuts(direction: Any, env_ids: list[
     for rollout_index in range(4):
         reward = torch.rand(4, ENVS, 1, generator=generator)
         ids, done = torch.full((4, ENVS), rollout_index // 2), torch.zeros(4, ENVS, 1, dtype=torch.bool)
-        done[-1, 0] = rollout_index == 1  # ends: the id of the first environment changes without a cut
+        done[-1, 0] = rollout_index == 1  # the episode ends: the ids of the first environment change without a cut
         ids[2:, 2] += 10 * rollout_index
         ids[:2, 2] += 10 * max(rollout_index - 1, 0)
         cut = torch.zeros(4, ENVS, dtype=torch.bool)

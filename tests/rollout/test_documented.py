@@ -1,4 +1,4 @@
-"""What PyTorchRL documents: names in and out, parameters, the algorithm's and the environments' settings."""
+"""PyTorchRL's documented names, parameters, algorithm settings and environment settings."""
 
 from __future__ import annotations
 

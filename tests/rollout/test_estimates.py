@@ -98,7 +98,7 @@ def test_gae_and_returns_equal_brute_force_with_truncation(steps: int, envs: int
     data = make_rollout(steps, envs, seed)
     major = data.transpose(0, 1)
     value, next_value = 0.1 * major["observation"], 0.1 * major["next", "observation"]
-    # Where the episode goes on, the successor's value is the next stored one.
+    # Within an episode, the value of the successor is the next stored value.
     done, terminated = major["next", "done"], major["next", "terminated"]
     next_value[:-1] = torch.where(done[:-1], next_value[:-1], value[1:])
     reward = major["next", "reward"]

@@ -1,4 +1,4 @@
-"""Keys come as strings, tuples or lists, and may be renamed everywhere."""
+"""Keys can be strings, tuples or lists, and all of them can be renamed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory is asked for before it is reserved."""
+"""The free memory is checked before memory is reserved."""
 
 from __future__ import annotations
 

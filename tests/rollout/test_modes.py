@@ -1,4 +1,4 @@
-"""Critics and actors estimate in evaluation mode and are given back in their own."""
+"""Critics and actors estimate in evaluation mode, and their training mode is restored afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchrl_lightning import GAEBuffer, GeneralizedAdvantages, VanillaOnPolicyB
 
 
 def critic(network: nn.Module | None = None) -> TensorDictModule:
-    """A critic whose value is the observation, or anything else in training mode."""
+    """Return a critic that outputs the observation in evaluation mode and other values in training mode."""
     return TensorDictModule(network or nn.Dropout(0.9), in_keys=["observation"], out_keys=["state_value"]).train()
 
 

@@ -1,4 +1,4 @@
-"""The documented verbs, and a regression test for each bug that the original has."""
+"""The documented methods, and a regression test for each bug of PyTorchRL."""
 
 from __future__ import annotations
 

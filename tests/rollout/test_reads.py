@@ -1,4 +1,4 @@
-"""TorchRL's verbs alone: the first read of a rollout computes its advantages and targets, once."""
+"""With only TorchRL's methods, the first read of a rollout computes its advantages and targets once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ READS: dict[str, Callable[[Any], Any]] = {
 
 
 def extended_buffer(make: Any, critic: Any = None, data: TensorDict | None = None, **options: Any) -> Any:
-    """A buffer that TorchRL's verb has filled, and nothing else was done to."""
+    """Return a buffer on which only TorchRL's ``extend`` was called."""
     buffer = make(size=STEPS, critic=critic, batch_size=8, **options)
     buffer.extend(make_rollout(STEPS, ENVS) if data is None else data)
     return buffer

@@ -1,4 +1,4 @@
-"""A buffer of rollouts made of its parts: the documented ones are shells over it."""
+"""A rollout buffer composed of its parts. The documented buffers are thin wrappers around it."""
 
 from __future__ import annotations
 

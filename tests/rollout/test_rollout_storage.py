@@ -22,7 +22,7 @@ def test_rollout_of_any_layout_becomes_time_major(layout: str) -> None:
     buffer = torchrl_buffer(time_dim=time_dim)
     index = buffer.extend(data)
     assert torch.equal(buffer[:]["observation"], expected)
-    if index.ndim == 2:  # the cells, else their rows
+    if index.ndim == 2:  # the index holds cells, otherwise only rows
         assert torch.equal(expected[index[:, 0], index[:, 1]], data.reshape(-1)["observation"])
 
 

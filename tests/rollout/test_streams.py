@@ -138,7 +138,7 @@ def recurrent_parts(cell: str) -> tuple[TensorDictSequential, ProbabilisticActor
 
 
 def recurrent_rollout(cell: str, actor: ProbabilisticActor, steps: int = 9, envs: int = 4) -> TensorDict:
-    """Act step by step as a collector does, from a state that is not zero."""
+    """Act step by step as a collector does, starting from a nonzero state."""
     data = make_rollout(steps, envs, seed=3)
     data["observation"] *= 0.1
     data["next", "observation"] = data["observation"] + 0.05
@@ -165,7 +165,7 @@ def recurrent_rollout(cell: str, actor: ProbabilisticActor, steps: int = 9, envs
 
 @pytest.fixture(params=["gru", "lstm"])
 def recurrent(request: pytest.FixtureRequest) -> tuple[TensorDictSequential, ProbabilisticActor, TensorDict]:
-    """A critic, an actor, and nine steps of four environments in which the actor acted."""
+    """Return a critic, an actor, and nine steps of this actor in four environments."""
     critic, actor = recurrent_parts(request.param)
     return critic, actor, recurrent_rollout(request.param, actor)
 
@@ -203,7 +203,7 @@ def test_recurrent_vtrace_of_an_unchanged_policy_has_ratio_one(recurrent: Any) -
     assert buffer.metrics()["mean_abs_rho_minus_1"] < 1e-5
 
 
-# GAE takes the states that were stored, V-trace its own: those of a critic that has learned since then.
+# GAE uses the stored recurrent states. V-trace computes new states with the current critic, which has changed.
 @pytest.mark.parametrize(("cls", "learned"), [(GAEBuffer, 1.0), (VTraceBuffer, 1.5)])
 def test_recurrent_values_equal_one_unroll(cls: type[VanillaOnPolicyBuffer], learned: float, recurrent: Any) -> None:
     critic, actor, data = recurrent

@@ -1,4 +1,4 @@
-"""V-trace through the buffer against a loop over single steps."""
+"""V-trace of the buffer equals a loop over single steps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def test_vtrace_buffer_equals_a_loop_with_truncations(
 
 @torch.no_grad()
 def brute_vtrace(data, actor, gamma, lmbda, rho_clip, c_clip, pg_rho_clip):
-    """Each step on its own, from the equations; the critic is a tenth of the observation."""
+    """Return the advantages and targets of each step from the equations.
+
+    The value is a tenth of the observation.
+    """
     major = data.transpose(0, 1)
     steps, envs = major.shape
     log_pi = actor.get_dist(major.select("observation").clone()).log_prob(major["action"])
@@ -70,7 +73,10 @@ def brute_vtrace(data, actor, gamma, lmbda, rho_clip, c_clip, pg_rho_clip):
 
 
 def test_random_rollouts_contain_truncations() -> None:
-    """The rollouts above hold truncated, terminated and cut-off rows, or the comparison says little."""
+    """Check that the rollouts above contain truncated, terminated and cut-off rows.
+
+    Without these rows, the comparison would prove little.
+    """
     data = make_rollout(12, 5, 0)
     flags = data["next", "truncated"].sum(), data["next", "terminated"].sum(), (~data["next", "done"][:, -1]).sum()
     assert min(flags) > 0

@@ -1,4 +1,4 @@
-"""Velora's files: the ones it wrote are read, the ones we write it reads, and bad ones are refused before anything."""
+"""We read Velora's files, Velora reads our files, and invalid files are rejected before anything changes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_partly_filled_velora_buffer_with_shortened_name_is_read(name: str) -> N
 def test_written_file_differs_from_veloras_file_only_in_its_header(
     name: str, state: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffer_files, "CHUNK", rows)  # at a time
+    monkeypatch.setattr(buffer_files, "CHUNK", rows)  # rows per write
     RecurrentReplayBuffer.load(VELORA / state, metadata(name)).save(tmp_path)
     ours, theirs = tmp_path / "buffer_state.safetensors", VELORA / f"{state}.safetensors"
     assert {**metadata(folder=tmp_path), "device": None} == {**metadata(name), "device": None}

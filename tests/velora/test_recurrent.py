@@ -1,4 +1,4 @@
-"""Velora's buffer: golden wraparound, its documented verbs, both hidden states, and TorchRL's verbs beside them."""
+"""Velora's buffer: golden wraparound, documented methods, both hidden states, and TorchRL's methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Velora's buffer is filled by an agent, up to a number of true transitions."""
+"""An agent fills Velora's buffer up to a number of actual transitions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ gymnasium.register(ENV, ContinuousEnv)
 
 
 class Agent:
-    """Its hidden state counts the steps since the state was last zero."""
+    """Agent with a hidden state that counts the steps since the state was last zero."""
 
     device = torch.device("cpu")
 
