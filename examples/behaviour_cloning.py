@@ -1,7 +1,7 @@
-"""Behaviour cloning: learn from recorded episodes to do as was shown; nothing is collected.
+"""Behaviour cloning: imitate the actions of recorded episodes without collecting new ones.
 
 Run: python examples/behaviour_cloning.py --updates 1000
-The same from the command line, in any environment of its groups:
+The same from the command line, for any environment of the config group ``env``:
 PYTHONPATH=examples torchrl-lightning-train '~experiment' data=offline env=cartpole data.dataset=DIRECTORY \
     model=loss_module 'model.loss={_target_: behaviour_cloning.cloning, _partial_: true}' trainer.max_epochs=5
 """
@@ -32,7 +32,7 @@ from torchrl_lightning import (
 
 
 class Cloning(LossModule):
-    """Minus the log-probability of the actions that were shown, in steps ``[B]`` or sequences ``[B, T]``."""
+    """Negative log-probability of the recorded actions, for steps ``[B]`` or sequences ``[B, T]``."""
 
     functional = False
 
@@ -48,12 +48,12 @@ class Cloning(LossModule):
 
 
 def cloning(specs: Any, network: Any = None) -> Cloning:
-    """Build an actor for the environment, and the loss over it."""
+    """Build an actor for the environment and return its loss."""
     return Cloning(build_actor(specs, MLPNetwork([64, 64]) if network is None else network))
 
 
 def balance(step: TensorDictBase) -> TensorDictBase:
-    """Push a pole to where it falls, which keeps it up."""
+    """Push the cart toward the falling side of the pole."""
     angle, speed = step["observation"][:, 2], step["observation"][:, 3]
     return step.set("action", (angle + 0.3 * speed > 0).long())
 
@@ -64,7 +64,7 @@ def main() -> float:
     parser.add_argument("--env", default="CartPole-v1")
     parser.add_argument("--dataset", help="directory of demonstrations; by default one of CartPole is made")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # networks this small are slower on several
+    torch.set_num_threads(1)  # more threads slow small networks down
     L.seed_everything(0, verbose=False)
     folder = tempfile.TemporaryDirectory()
     if options.dataset is None:

@@ -1,7 +1,7 @@
-"""CartPole-v1 with a continuous action, for planners and actors that push as hard as they want.
+"""CartPole-v1 with a continuous force as action, for planners and continuous actors.
 
-Run, in the folder that holds `examples`: torchrl-lightning-train experiment=pets_cartpole_continuous
-Any other agent: torchrl-lightning-train '~experiment' data=uniform model=sac
+Run, in the folder that contains `examples`: torchrl-lightning-train experiment=pets_cartpole_continuous
+With another agent: torchrl-lightning-train '~experiment' data=uniform model=sac
     data.env=examples.continuous_cartpole:ContinuousCartPole-v0 data.total_frames=10000
 """
 
@@ -18,10 +18,11 @@ MOST_POSITION, MOST_ANGLE = 2.4, math.radians(12)
 
 
 class ContinuousCartPole(gymnasium.Env):
-    """Hold a pole upright on a cart, which is pushed with -10 to 10 newtons, by an action in [-1, 1].
+    """Balance a pole on a cart. An action in [-1, 1] pushes the cart with -10 to 10 newtons.
 
-    As in CartPole-v1, the observation is position, velocity, angle and angular velocity, the reward is 1 a step, and
-    the episode terminates when the cart is 2.4 from the middle or the pole 12 degrees from upright.
+    Observation, reward and termination are the same as in CartPole-v1. The observation is position, velocity, angle
+    and angular velocity, and the reward is 1 per step. The episode terminates when the cart is more than 2.4 from the
+    middle or the pole is more than 12 degrees from upright.
     """
 
     def __init__(self) -> None:

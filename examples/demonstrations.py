@@ -1,4 +1,4 @@
-"""Record demonstrations of a script that sees the state itself, and see what their actions are worth elsewhere.
+"""Record demonstrations of a scripted expert, or replay their actions in episodes with other seeds.
 
 python examples/demonstrations.py record demonstrations/car MountainCar-v0 --seed 3 --count 1
 python examples/demonstrations.py replay demonstrations/car MountainCar-v0 --episodes 100
@@ -24,24 +24,24 @@ from torchrl_lightning import Demonstration, EnvironmentRecipe, GoalReward, read
 
 
 def recipe_of(id: str, goal: bool) -> EnvironmentRecipe:
-    """Return what the presets env=minigrid, env=robotics and env=mountaincar_sparse make of an id."""
+    """Return the recipe that the presets env=minigrid, env=robotics and env=mountaincar_sparse build for an id."""
     if id.startswith("minigrid:"):
         return EnvironmentRecipe(id, drop=["mission"], wrappers=[GoalReward] if goal else [])
     return EnvironmentRecipe(id, wrappers=[] if id.startswith("gymnasium_robotics:") else [GoalReward])
 
 
 def expert(env: Any) -> Iterator[Any]:
-    """Yield the actions that solve an episode, each when it is asked for."""
-    while hasattr(env, "gripper_extra_height"):  # an arm of Fetch's
+    """Yield the actions that solve an episode. Each action is computed from the current state."""
+    while hasattr(env, "gripper_extra_height"):  # a Fetch robot arm
         yield act(env._get_obs())
     if hasattr(env, "grid"):
         yield from shortest_plan(env)
-    while hasattr(env, "state"):  # MountainCar: push to where it rolls, so that every push adds energy
+    while hasattr(env, "state"):  # MountainCar: push in the direction of motion, which always adds energy
         yield 2 if env.state[1] >= 0 else 0
 
 
 def play(env: Any, actions: Iterable[Any]) -> tuple[list[Any], ...]:
-    """Play on while there are actions and the episode lasts; return what it showed, was given, paid and reached."""
+    """Play the actions until the episode ends; return observations, actions, rewards, successes and terminations."""
     played = []
     for action in actions:
         observation, reward, terminated, truncated, info = env.step(action)
@@ -62,7 +62,7 @@ def demonstrate(env: Any, id: str, seed: int) -> Demonstration:
     steps = shown[:-1].clone()
     steps["action"], steps["next", "reward"] = torch.as_tensor(np.array(actions)), torch.tensor(rewards)[:, None]
     ending = {"terminated": ends[-1], "truncated": not ends[-1], "metadata": {"environment": id, "seed": seed}}
-    return Demonstration(steps, shown[-1].clone(), is_human=True, **ending)  # given, not found by an agent
+    return Demonstration(steps, shown[-1].clone(), is_human=True, **ending)  # no agent found the actions
 
 
 def record(env: Any, asked: argparse.Namespace) -> None:
@@ -77,7 +77,7 @@ def replay(env: Any, asked: argparse.Namespace) -> None:
     env.action_space.seed(0)
     plans = [read_demonstration(path).steps["action"].numpy() for path in sorted(asked.folder.glob("*.safetensors"))]
     blind, random = [], []
-    for seed in range(1_000_000, 1_000_000 + asked.episodes):  # episodes that no demonstration is from
+    for seed in range(1_000_000, 1_000_000 + asked.episodes):  # seeds without a demonstration
         env.reset(seed=seed)
         random.append(sum(play(env, (env.action_space.sample() for _ in count()))[2]))
         env.reset(seed=seed)

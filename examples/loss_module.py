@@ -1,4 +1,4 @@
-"""A loss of TorchRL's that we have no module for, discrete SAC, over our replay: ``LossModuleAgent`` trains it.
+"""Train a TorchRL loss without an agent class of its own: ``LossModuleAgent`` trains discrete SAC on replay.
 
 Run: python examples/loss_module.py --frames 20000
 """
@@ -26,7 +26,7 @@ from torchrl_lightning import (
 
 
 def discrete_sac(specs: Any) -> DiscreteSACLoss:
-    """Build networks for the environment, and the loss over them."""
+    """Build the networks for the environment and return their loss."""
     observations, actions = specs.observation["observation"].shape[-1], int(specs.action.space.n)
     network = partial(MLP, in_features=observations, out_features=actions, num_cells=[64, 64])
     actor = ProbabilisticActor(
@@ -47,7 +47,7 @@ def main() -> float:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--frames", type=int, default=20_000)
     frames = parser.parse_args().frames
-    torch.set_num_threads(1)  # networks this small are slower on several
+    torch.set_num_threads(1)  # more threads slow small networks down
     L.seed_everything(0, verbose=False)
     data = ReplayDataModule(
         "CartPole-v1",

@@ -1,4 +1,4 @@
-"""An environment of your own, with a Dict observation, through one recipe: the same for training and evaluation.
+"""A custom environment with a Dict observation. Training and evaluation build it from the same recipe.
 
 Run: python examples/own_environment.py --frames 60000
 With Hydra, in this folder: torchrl-lightning-train env=recipe data.env.id='{_target_: own_environment.Treasure}'
@@ -21,7 +21,7 @@ MOVES = np.array([[-1, 0], [1, 0], [0, -1], [0, 1]])
 
 
 class Treasure(gymnasium.Env):
-    """Walk to a treasure on a small map, which shows both places; reaching it gives 1 and ends the episode."""
+    """Walk to a treasure on a small map. Reaching the treasure gives a reward of 1 and ends the episode."""
 
     def __init__(self, size: int = 7) -> None:
         self.size = size
@@ -56,7 +56,7 @@ def main() -> float:
     frames = parser.parse_args().frames
     torch.set_num_threads(1)
     L.seed_everything(0, verbose=False)
-    recipe = EnvironmentRecipe(Treasure, drop=["story"], time_limit=20)  # networks read no text
+    recipe = EnvironmentRecipe(Treasure, drop=["story"], time_limit=20)  # networks cannot read text
     data = OnPolicyDataModule(recipe, num_envs=8, frames_per_batch=1024, mini_batch_size=256, total_frames=frames)
     trainer = L.Trainer(
         accelerator="cpu",

@@ -1,4 +1,4 @@
-"""Your own Lightning module and Trainer over our experience: no Hydra, no module of ours.
+"""Train a custom LightningModule with a plain Trainer on an ``OnPolicyDataModule``, without Hydra.
 
 Run: python examples/own_trainer.py --frames 50000
 """
@@ -18,7 +18,7 @@ from torchrl_lightning import FramesProgressBar, OnPolicyDataModule, RolloutMetr
 
 
 class MyPPO(L.LightningModule):
-    """The DataModule asks for two attributes: ``policy``, and ``critic`` where values are estimated."""
+    """PPO module. The DataModule reads ``policy``, and ``critic`` if the buffer estimates values."""
 
     def configure_model(self) -> None:
         if hasattr(self, "policy"):
@@ -38,7 +38,7 @@ class MyPPO(L.LightningModule):
         self.critic = ValueOperator(nn.Sequential(nn.Linear(observations, 64), nn.Tanh(), nn.Linear(64, 1)))
         self.loss = ClipPPOLoss(self.policy, self.critic, functional=False)  # the buffer standardises advantages
         self.loss.set_keys(sample_log_prob="action_log_prob")
-        self.loss.make_value_estimator()  # made now, so that a checkpoint loads strictly
+        self.loss.make_value_estimator()  # built early: strict checkpoint loading needs its entries
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=1e-3)
@@ -55,7 +55,7 @@ def main() -> float:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--frames", type=int, default=50_000)
     frames = parser.parse_args().frames
-    torch.set_num_threads(1)  # networks this small are slower on several
+    torch.set_num_threads(1)  # more threads slow small networks down
     L.seed_everything(0, verbose=False)
     data = OnPolicyDataModule(
         "CartPole-v1", num_envs=8, frames_per_batch=1024, mini_batch_size=256, total_frames=frames

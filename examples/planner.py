@@ -1,4 +1,4 @@
-"""Solve MiniGrid's tasks with the whole grid in sight: the shortest plan, by breadth-first search.
+"""Solve fully visible MiniGrid tasks with the shortest plan, found by breadth-first search.
 
 python examples/planner.py --env MiniGrid-UnlockPickup-v0 --seed 0     (pip install "torchrl-lightning[minigrid]")
 """
@@ -19,20 +19,20 @@ Cell = tuple[int, int]
 
 
 class Thing(NamedTuple):
-    kind: str  # wall, goal, open, closed, locked, key, ball, box, or target: what is to be picked up
+    kind: str  # wall, goal, open, closed, locked, key, ball, box, or target (the object to pick up)
     color: str
-    content: Thing | None = None  # of a box
+    content: Thing | None = None  # content of a box
 
 
 class State(NamedTuple):
     cell: Cell
     direction: int
     carried: Thing | None
-    things: frozenset[tuple[Cell, Thing]]  # what stands in the way and may go away
+    things: frozenset[tuple[Cell, Thing]]  # obstacles that an action can remove
 
 
 def shortest_plan(env: Any) -> list[int]:
-    """Return the fewest actions that solve an unwrapped MiniGrid environment from where it stands."""
+    """Return the shortest list of actions that solves an unwrapped MiniGrid environment from its current state."""
     target = getattr(env, "obj", None)
     cells = [(x, y) for x in range(env.width) for y in range(env.height)]
     found = {cell: thing for cell in cells if (thing := thing_of(env.grid.get(*cell), target))}
@@ -62,9 +62,9 @@ def thing_of(tile: Any, target: Any) -> Thing | None:
 
 
 def moves(state: State, places: dict[Cell, str]) -> Iterator[tuple[int, State | None]]:
-    """Yield the actions that may help, each with the state after it, or None where that is the goal.
+    """Yield each useful action with the next state, or with None if the action reaches the goal.
 
-    No door is closed, no box carried, and no key put down before its door is open.
+    The search never closes a door, never carries a box and never drops a key before its door is open.
     """
     (x, y), direction, carried, things = state
     yield LEFT, state._replace(direction=(direction - 1) % 4)

@@ -1,10 +1,10 @@
-"""Play an exported ONNX policy with gymnasium and onnxruntime only: the returns of ``torchrl-lightning-evaluate``.
+"""Play an ONNX policy with gymnasium and onnxruntime; the returns equal ``torchrl-lightning-evaluate``.
 
 Run: python examples/play_onnx.py RUN/policy.onnx CartPole-v1 --episodes 20
 
-The episodes begin with the seeds of ``torchrl-lightning-evaluate ckpt_path=RUN episodes=20 seed=1000``. That command
-plays them in 10 environments (``data.eval_num_envs``, or ``data.eval_episodes`` if this is smaller): each environment
-gets a seed at its first reset and then goes on without one. The environment must have the wrappers of the run.
+The seeds are the same as in ``torchrl-lightning-evaluate ckpt_path=RUN episodes=20 seed=1000``. That command uses 10
+environments (``data.eval_num_envs``, or ``data.eval_episodes`` if this is smaller). Each environment gets a seed only
+at its first reset. The environment must have the same wrappers as the run.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import onnxruntime
 
 
 def spawn_seeds(seed: int, *path: int, count: int) -> list[int]:
-    """Derive seeds from a seed, as the command does."""
+    """Derive seeds from a seed with the same method as ``torchrl-lightning-evaluate``."""
     words = np.random.SeedSequence(seed, spawn_key=path).generate_state(count, np.uint64)
     return [int(word) & 0x7FFFFFFF for word in words]
 
 
 def named_entries(observation: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the entries of an observation by name; the parts of a nested name are joined by dots."""
+    """Return the entries of an observation by name. Dots join the parts of a nested name."""
     if not isinstance(observation, Mapping):
         return {prefix or "observation": observation}
     entries: dict[str, Any] = {}
@@ -37,14 +37,14 @@ def named_entries(observation: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def play(session: Any, env: gymnasium.Env[Any, Any], seed: int, episodes: int) -> list[float]:
-    """Play episodes in one environment, and return their returns."""
+    """Play episodes in one environment and return the sum of rewards of each."""
     inputs = json.loads(session.get_modelmeta().custom_metadata_map["policy.json"])["inputs"]
     zeros = {name: np.zeros([1, *entry["shape"][1:]], entry["dtype"]) for name, entry in inputs.items()}
     returns = []
     for episode in range(episodes):
         observation, _ = env.reset(seed=seed if episode == 0 else None)
         names = sorted(named_entries(observation))
-        states = [value for name, value in zeros.items() if name not in names]  # zeros at the start of an episode
+        states = [value for name, value in zeros.items() if name not in names]  # recurrent states start at zero
         total, done = 0.0, False
         while not done:
             entries = named_entries(observation)
@@ -59,7 +59,7 @@ def play(session: Any, env: gymnasium.Env[Any, Any], seed: int, episodes: int) -
 def evaluate(
     path: str, make_env: Callable[[], Any], episodes: int, num_envs: int = 10, seed: int = 1000
 ) -> list[float]:
-    """Return the returns of episodes, in the order of ``torchrl-lightning-evaluate``."""
+    """Return the episode returns in the same order as ``torchrl-lightning-evaluate``."""
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     count = min(num_envs, episodes)
     (evaluation,) = spawn_seeds(seed, crc32(b"evaluation"), 0, 1, count=1)
@@ -70,7 +70,7 @@ def evaluate(
 
 
 def main() -> None:
-    """Play the file, and print the mean return."""
+    """Play the policy and print the mean return."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file")
     parser.add_argument("env")

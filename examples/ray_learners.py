@@ -1,6 +1,6 @@
-"""Several learners, placed by Ray on the machines of a cluster; their collectors are actors of the same cluster.
+"""Train with several learners on a Ray cluster. The collectors are actors of the same cluster.
 
-Needs ``pip install 'torchrl-lightning[ray]' 'ray[train]'``. Without an address it starts a cluster on this machine.
+Needs ``pip install 'torchrl-lightning[ray]' 'ray[train]'``. Without ``--address`` it starts a local cluster.
 
 Run: python examples/ray_learners.py --learners 2 --collectors 4 --frames 100000
 """
@@ -30,38 +30,38 @@ from torchrl_lightning import (
 
 
 def learn(options: dict[str, Any]) -> None:
-    """Run one of the learners: Lightning's ranks, seeds, collectors and checkpoints are as without Ray."""
+    """Run one learner. Ranks, seeds, collectors and checkpoints work as without Ray."""
     torch.set_num_threads(1)
     L.seed_everything(0, verbose=False)
     folder = Path(options["folder"], "checkpoints")
     data = OnPolicyDataModule(
         "CartPole-v1",
-        buffer=VTraceBuffer,  # rollouts are some updates old
-        collector=partial(RayCollector, num_collectors=options["collectors"]),  # of all learners together
+        buffer=VTraceBuffer,  # V-trace corrects for rollouts of an older policy
+        collector=partial(RayCollector, num_collectors=options["collectors"]),  # total over all learners
         num_envs=8 * options["collectors"],
-        frames_per_batch=256,  # of one collector
+        frames_per_batch=256,  # per collector
         total_frames=options["frames"],
         num_epochs=1,
         num_mini_batch=1,
     )
     trainer = L.Trainer(
         accelerator="cpu",
-        devices="auto",  # one of each learner
+        devices="auto",  # one device per learner
         strategy=RayDDPStrategy(),
         plugins=[RayLightningEnvironment()],
         max_epochs=-1,
-        check_val_every_n_epoch=20,  # then a checkpoint is written, too
+        check_val_every_n_epoch=20,  # each validation also writes a checkpoint
         num_sanity_val_steps=0,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[RolloutMetricsLogger(), LastCheckpoint(folder)],
     )
-    last = folder / "last.ckpt"  # of all learners; a run that was cut short goes on
+    last = folder / "last.ckpt"  # all learners share it; a restarted run continues from it
     module = VTraceModule(learning_rate=0.002, schedule="linear")
     prepare_trainer(trainer).fit(module, datamodule=data, ckpt_path=last if last.exists() else None)
     score = data.evaluate(module.policy, episodes=20)["episode_return"].mean().item()
-    kept = ray.train.Checkpoint.from_directory(folder) if trainer.is_global_zero else None  # without one Ray says none
+    kept = ray.train.Checkpoint.from_directory(folder) if trainer.is_global_zero else None  # part of the result of Ray
     ray.train.report({"return": score, "frames": data.frames}, checkpoint=kept)
 
 
@@ -84,7 +84,7 @@ def main() -> None:
         scaling_config=ray.train.ScalingConfig(num_workers=options.learners),
         run_config=ray.train.RunConfig(
             storage_path=str(folder),
-            failure_config=ray.train.FailureConfig(max_failures=3),  # where one dies, all go on from the checkpoint
+            failure_config=ray.train.FailureConfig(max_failures=3),  # then all resume from the checkpoint
         ),
     )
     metrics = trainer.fit().metrics

@@ -1,4 +1,4 @@
-"""PPO in a bare TorchRL loop: TorchRL's collector, buffer and loss; our storage, writer, sampler and GAE.
+"""Train PPO in a plain TorchRL loop with the storage, writer, sampler and GAE of torchrl-lightning.
 
 python examples/torchrl_only.py --frames 50000
 """
@@ -28,7 +28,7 @@ def mlp(out_features: int) -> MLP:
 
 
 def train(frames: int, seed: int) -> float:
-    """Train; return the mean return of the last 20 episodes."""
+    """Train PPO and return the mean return of the last 20 episodes."""
     torch.manual_seed(seed)
     game = partial(GymEnv, "CartPole-v1", categorical_action_encoding=True)
     env = TransformedEnv(SerialEnv(NUM_ENVS, game), RewardSum())
@@ -47,9 +47,9 @@ def train(frames: int, seed: int) -> float:
     advantages = GeneralizedAdvantages(0.99, 0.95, critic, standardize_advantages=True, on_write=True)
     buffer = TensorDictReplayBuffer(
         storage=RolloutStorage(STEPS),
-        writer=RolloutWriter(),  # time-major in the storage, whatever comes in
-        sampler=MinibatchSampler(),  # every sample once an epoch
-        transform=advantages,  # written with each rollout
+        writer=RolloutWriter(),  # stores [T, N] for any order of the input
+        sampler=MinibatchSampler(),  # draws each step once per epoch
+        transform=advantages,  # computed when a rollout is written
         batch_size=BATCH_SIZE,
         dim_extend=0,
     )

@@ -1,4 +1,4 @@
-"""An agent of your own: advantage-weighted regression (Peng et al., 2019) over rollouts.
+"""A custom agent: advantage-weighted regression (Peng et al., 2019) on rollouts.
 
 Run, in this folder: torchrl-lightning-train --config-dir . '~experiment' model=awr data.total_frames=50000
 """
@@ -14,19 +14,19 @@ from torchrl_lightning._core.settings import Positive
 
 
 class AWRModule(ActorCriticModule):
-    """Make what went better than expected more likely, the more so the better it went.
+    """Raise the probability of each action in proportion to the exponential of its advantage.
 
     Args:
-        temperature: Advantage by which a weight grows e-fold.
-        max_weight: The largest weight.
-        network: As in :class:`~torchrl_lightning.ActorCriticModule`, like everything that is not named here.
+        temperature: Divisor of the advantage. A weight is ``exp(advantage / temperature)``.
+        max_weight: Upper bound of the weights.
+        network: See :class:`~torchrl_lightning.ActorCriticModule` for this and all other arguments.
     """
 
     temperature: Positive = 1.0
     max_weight: Positive = 20.0
 
     def losses(self, batch: Any) -> dict[str, Tensor]:
-        """Return the losses of actor and critic, by names that begin with ``loss_``, and what is logged besides."""
+        """Return the losses of actor and critic under names with the prefix ``loss_``, and further logged values."""
         log_prob, entropy, values = self.evaluate(batch)
         weight = (self.advantage(batch) / self.temperature).exp().clamp_max(self.max_weight)
         return {

@@ -1,4 +1,4 @@
-"""An on-policy buffer of your own: its advantages are the mean of those of GAE with several lambdas.
+"""A custom on-policy buffer that averages the GAE advantages of several lambdas.
 
 Run, in this folder: torchrl-lightning-train --config-dir . '~experiment' data=mixed data.total_frames=50000
 """
@@ -17,7 +17,7 @@ from torchrl_lightning.rollout.estimates import Estimator, Steps
 
 
 def all_fractions(values: Sequence[float], name: str) -> tuple[float, ...]:
-    """Return the values of a setting; refuse those that are no fractions."""
+    """Return the values as a tuple; raise ValueError if one is not between 0 and 1."""
     if not values or not all(0 <= value <= 1 for value in values):
         raise ValueError(f"{name} must be numbers between 0 and 1, got {values}.")
     return tuple(values)
@@ -25,28 +25,28 @@ def all_fractions(values: Sequence[float], name: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class MixedGAE(Estimator):
-    """The mean of several estimates."""
+    """Average the GAE estimates of several lambdas."""
 
     lambdas: tuple[float, ...]
 
     def advantages(self, steps: Steps, gamma: float, rollout: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return advantages and value targets."""
+        """Return the mean advantages and the mean value targets."""
         estimates = [gae(*steps, gamma, lmbda) for lmbda in self.lambdas]
         advantages, targets = (torch.stack(each).mean(0) for each in zip(*estimates, strict=True))
         return advantages, targets
 
 
 class MixedGAEBuffer(VanillaOnPolicyBuffer):
-    """On-policy buffer with the mean of several estimates by GAE.
+    """On-policy buffer that averages GAE estimates of several lambdas.
 
     Args:
-        lambdas: as ``gae_lambda`` of :class:`~torchrl_lightning.GAEBuffer`.
-        size: as in :class:`~torchrl_lightning.VanillaOnPolicyBuffer`, like everything that is not named here.
+        lambdas: Values of ``gae_lambda`` (see :class:`~torchrl_lightning.GAEBuffer`).
+        size: See :class:`~torchrl_lightning.VanillaOnPolicyBuffer` for this and all other arguments.
     """
 
     lambdas: Annotated[Sequence[float], all_fractions] = setting(default=(0.5, 0.9, 0.99))
 
     @property
     def estimator(self) -> MixedGAE:
-        """The mean, with the present settings."""
+        """Return an estimator with the current settings."""
         return MixedGAE(standardize=self.standardize_advantages, lambdas=tuple(self.lambdas))

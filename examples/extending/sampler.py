@@ -1,4 +1,4 @@
-"""A sampler of your own: of a few steps that are drawn uniformly, each time the one of the greatest reward.
+"""A custom sampler that draws a few steps uniformly and keeps the step with the largest reward.
 
 Run, in this folder: torchrl-lightning-train --config-dir . '~experiment' data=tournament env=pendulum model=td3
     data.total_frames=20000
@@ -14,14 +14,14 @@ from torchrl_lightning import UniformSampler
 
 
 class TournamentSampler(UniformSampler):
-    """Draw the winners of tournaments.
+    """Draw the winners of tournaments between uniformly drawn steps.
 
     Args:
-        contenders: steps of a tournament; 1 draws uniformly.
-        generator: random generator; the buffer's takes its place.
+        contenders: Number of steps per tournament. 1 draws uniformly.
+        generator: Random generator. The buffer replaces it with its own generator.
 
     Raises:
-        ValueError: there are no contenders.
+        ValueError: ``contenders`` is below 1.
     """
 
     def __init__(self, contenders: int = 2, *, generator: torch.Generator | None = None) -> None:
@@ -31,7 +31,7 @@ class TournamentSampler(UniformSampler):
         self.contenders = contenders
 
     def sample(self, storage: Any, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """Return the cells ``[B]`` of the winners, and no further entries."""
+        """Return the storage indices ``[B]`` of the winners and the info of the uniform sampler."""
         cells, info = super().sample(storage, batch_size * self.contenders)
         rewards = storage.get(cells)["next", "reward"].reshape(-1, self.contenders)
         winner = rewards.argmax(1, keepdim=True)

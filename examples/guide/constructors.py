@@ -1,4 +1,4 @@
-"""Show the constructors of classes whose settings are fields, which the reference cannot read from the source alone."""
+"""Griffe extension that adds constructors to classes with settings; their source does not contain ``__init__``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ KINDS = {kind.value: kind for kind in griffe.ParameterKind}
 
 
 class SettingsAsParameters(griffe.Extension):
-    """Give a class without a written constructor the parameters that it has when it is called."""
+    """Add the constructor parameters of classes that define settings instead of ``__init__``."""
 
     def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
-        """Add an ``__init__`` with the signature of the class in the installed package."""
+        """Add an ``__init__`` with the signature of the imported class."""
         if "__init__" in cls.members:
             return
         made: Any = griffe.dynamic_import(cls.path)

@@ -1,4 +1,4 @@
-"""Draw a step's way from the environment to the update.
+"""Draw the path of a step from the environment to the update.
 
 Run: python examples/guide/draw_data_path.py examples/guide/data_path.svg
 """
@@ -17,7 +17,7 @@ from matplotlib.patches import FancyBboxPatch
 
 HEIGHT = 1.2
 STEPS, STORED, DERIVED, LEARNT = "#dbe9f6", "#e2f0d9", "#f3f3f3", "#fde9d0"
-BOXES = {  # left, bottom, width, title, what it does, color
+BOXES = {  # left, bottom, width, title, description, color
     "environments": (0.1, 2.2, 2.2, "environments", "N side by side,\nby one recipe", STEPS),
     "collector": (3.0, 2.2, 2.4, "collector", "the policy acts, one\nstep of all N at a time", STEPS),
     "rollout": (6.1, 3.5, 2.6, "rollout  [T, N]", "RolloutStorage:\nreplaced as a whole", STORED),
@@ -31,7 +31,7 @@ ARROWS = [
     *(("environments", "collector"), ("collector", "rollout"), ("collector", "rings"), ("rollout", "estimator")),
     *(("rings", "sampler"), ("estimator", "batch"), ("sampler", "batch"), ("batch", "module")),
 ]
-LINES = [  # the points of an arrow back, and what it carries, where
+LINES = [  # points of a feedback arrow, its label, position of the label
     ([(17.0, 3.4), (17.0, 5.0), (4.2, 5.0), (4.2, 3.4)], "weights of the last update", (10.7, 5.12)),
     ([(17.0, 2.2), (17.0, 0.45), (10.7, 0.45), (10.7, 0.9)], "priorities, rewritten states", (14.0, 0.14)),
 ]
@@ -72,7 +72,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path, help="the picture; its suffix says which format")
     output = parser.parse_args().output
-    # Texts stay texts, which are small and sharp; the same picture is the same file.
+    # Store text as text for a small, sharp file; a fixed salt and no date give identical files on each run.
     fonts = ["DejaVu Sans", "Verdana", "Arial", "Helvetica"]
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "data path", "font.sans-serif": fonts}):
         picture().savefig(output, **({"metadata": {"Date": None}} if output.suffix == ".svg" else {"dpi": 110}))

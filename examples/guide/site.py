@@ -1,4 +1,4 @@
-"""What MkDocs does beside building pages: the README is the first, files that pages lead to come along, names link."""
+"""MkDocs hooks that use the README as home page, copy linked files and link names in docstrings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINK = re.compile(r"\[([^\]]*)\]\((?!https?://)([^)#]+)(#[^)]*)?\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the README, and the files outside of the guide that pages lead to."""
+    """Add the README and the linked files from outside the guide."""
     pages = [GUIDE / file.src_uri for file in files.documentation_pages()]
     links = {target for page in (README, *pages) for target in targets(page.read_text(), page.parent)}
     files.append(File.generated(config, "index.md", content=linked(README.read_text(), ROOT)))
@@ -26,13 +26,13 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Lead to the places of the site."""
+    """Rewrite the links of a page to addresses in the site."""
     source = page.file.src_uri
     return markdown if source == "index.md" else linked(markdown, (GUIDE / source).parent)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Let a name of ours in a docstring lead to its reference."""
+    """Link the names of this package in docstrings to their reference pages."""
     pages = [file.content_string for file in files.documentation_pages() if file.src_uri.startswith("reference/")]
     places = {path.rpartition(".")[2]: path for text in pages for path in re.findall(r"^::: (.*)$", text, flags=re.M)}
 
@@ -44,7 +44,7 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
 
 
 def linked(text: str, folder: Path) -> str:
-    """Return a page of a folder as one at the top of the site; what leads to a folder is no link there."""
+    """Return the text with links relative to the top of the site; replace links to folders with their text."""
 
     def link(match: re.Match[str]) -> str:
         said, path, heading = match.groups(default="")
@@ -59,7 +59,7 @@ def targets(text: str, folder: Path) -> set[Path]:
 
 
 def place(target: Path) -> str:
-    """Return where a file of the repository lies in the site."""
+    """Return the path of a repository file in the site."""
     if target == README:
         return "index.md"
     return os.path.relpath(target, GUIDE) if is_of_the_guide(target) else f"files/{target.relative_to(ROOT).as_posix()}"

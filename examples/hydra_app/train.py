@@ -1,4 +1,4 @@
-"""Your own Hydra and Lightning project, which selects ``data: gae`` for on-policy experience.
+"""A Hydra and Lightning project that selects ``data: gae`` for on-policy experience.
 
 python examples/hydra_app/train.py
 python examples/hydra_app/train.py data.num_epochs=10 data.buffer.gae_lambda=0.9
@@ -21,7 +21,7 @@ from torchrl.objectives import ClipPPOLoss
 
 
 class MyPPO(L.LightningModule):
-    """The DataModule asks for ``policy``, which writes actions, and ``critic``, which writes values."""
+    """PPO module. The DataModule reads ``policy``, which writes actions, and ``critic``, which writes values."""
 
     def __init__(self, hidden: int, learning_rate: float) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class MyPPO(L.LightningModule):
     def configure_model(self) -> None:
         if hasattr(self, "loss"):
             return
-        specs = self.trainer.datamodule.specs  # of the environment that data.env names
+        specs = self.trainer.datamodule.specs  # specs of the environment in data.env
         sizes: dict[str, Any] = {"num_cells": [self.hidden] * 2, "activation_class": nn.Tanh}
         inputs = specs.observation["observation"].shape[-1]
         self.policy = ProbabilisticActor(
@@ -44,11 +44,11 @@ class MyPPO(L.LightningModule):
         self.loss = ClipPPOLoss(self.policy, self.critic, functional=False, entropy_coeff=0.0, critic_coeff=0.5)
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> Tensor:
-        losses = self.loss(batch)  # the batch holds advantages and value targets
+        losses = self.loss(batch)  # the batch contains advantages and value targets
         return losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
 
     def validation_step(self, batch: TensorDict, batch_idx: int) -> None:
-        # A batch of finished evaluation episodes.
+        # Each row of the batch is a finished evaluation episode.
         self.log("eval/return", batch["episode_return"].mean(), prog_bar=True, batch_size=len(batch))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -57,7 +57,7 @@ class MyPPO(L.LightningModule):
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> float:
-    torch.set_num_threads(1)  # networks this small are slower on several
+    torch.set_num_threads(1)  # more threads slow small networks down
     L.seed_everything(cfg.seed, verbose=False)
     data = instantiate(cfg.data)
     model = instantiate(cfg.model)
