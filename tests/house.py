@@ -1,7 +1,7 @@
-"""The measures of the house: ``python -m tests.house [FOLDER] [--walks]``, a checkout, this one by default.
+"""Measure the code of a checkout: ``python -m tests.house [FOLDER] [--walks]``. The default is this checkout.
 
-Lines of code are those that hold code: no docstrings, comments, blank lines and imports. Reflection is every use of
-``getattr``, ``hasattr``, ``setattr``, ``delattr``, ``vars``, ``locals``, ``attrgetter``, ``__dict__`` and ``except
+Lines of code exclude docstrings, comments, blank lines and imports. Reflection is every use of ``getattr``,
+``hasattr``, ``setattr``, ``delattr``, ``vars``, ``locals``, ``attrgetter``, ``__dict__`` and ``except
 AttributeError``. A private name of another library is an underscored name that the package reads but does not define.
 ``--walks`` also runs a few steps of training, and counts our files and calls in each (``tests/walks.py``).
 """
@@ -39,7 +39,7 @@ print(len(own), "own classes,", len({name for each in own for name in vars(each)
 
 
 def code_lines(file: Path, tree: ast.Module) -> int:
-    """Count the lines of a file that hold code."""
+    """Count the lines of code in a file."""
     with file.open("rb") as source:
         tokens = [token for token in tokenize.tokenize(source.readline) if token.type not in SKIPPED]
     lines = {number for token in tokens[1:] for number in range(token.start[0], token.end[0] + 1)}
@@ -54,12 +54,12 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def own_types(trees: list[ast.Module]) -> set[str]:
-    """Name the classes of the package."""
+    """Return the names of the package's classes."""
     return {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
 
 def own_names(trees: list[ast.Module]) -> set[str]:
-    """Name the functions, classes, modules, variables and attributes that the package defines."""
+    """Return the names of the functions, classes, modules, variables and attributes that the package defines."""
     found = set()
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -74,7 +74,7 @@ def own_names(trees: list[ast.Module]) -> set[str]:
 
 
 def measures(tree: ast.Module, types: set[str], names: set[str]) -> Iterator[str]:
-    """Name each question, each poke and each private name in a file."""
+    """Yield the measure of each reflection, attribute assignment and private name in a file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
             name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
@@ -121,7 +121,7 @@ def _is_own(holder: ast.expr) -> bool:
 
 
 def show(root: Path) -> None:
-    """Print what can be counted by reading a checkout."""
+    """Print all measures that need only the source code of a checkout."""
     package = root / "plugin" / PACKAGE
     files = sorted(package.rglob("*.py"))
     trees = [ast.parse(file.read_text()) for file in files]
@@ -152,7 +152,7 @@ def _listed(counts: dict[str, int]) -> str:
 
 
 def run(root: Path, *arguments: str) -> str:
-    """Return what Python prints, with the package of a checkout."""
+    """Run Python with the package of a checkout; return its output."""
     environment = {**os.environ, "PYTHONPATH": str(root / "plugin"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *arguments]
     return subprocess.run(command, env=environment, cwd=root, check=True, capture_output=True, text=True).stdout.strip()

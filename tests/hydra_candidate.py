@@ -1,8 +1,9 @@
-"""Our commands on the release candidate of Hydra, in an environment of its own, where a warning is an error.
+"""Run our commands with Hydra's release candidate in a separate environment, with warnings as errors.
 
     python tests/hydra_candidate.py [--version 1.4.0rc3]
 
-All else comes from the interpreter that runs it. Needs a package index; no test of the suite.
+All other packages come from the interpreter that runs the script. It needs a package index and is not a test of the
+suite.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ RUNS = (
     ("train", "ckpt_path=auto", *SHORT),
     ("evaluate", "episodes=2", "ckpt_path={checkpoint}"),
 )
-REFUSED = "data.eval_env={_target_: shutil.rmtree, path: kept}"  # by Hydra's list of names, which ours may not overrule
+REFUSED = "data.eval_env={_target_: shutil.rmtree, path: kept}"  # Hydra's list rejects it; ours must not overrule that
 
 
 def main() -> None:
@@ -60,14 +61,14 @@ def main() -> None:
 
 
 class Given(dict[str, str]):
-    """Leaves the braces of an override as they are."""
+    """Leaves the braces of an override unchanged."""
 
     def __missing__(self, key: str) -> str:
         return f"{{{key}}}"
 
 
 def environment(root: Path, version: str) -> Path:
-    """Make a venv with the candidate, which sees the packages of this interpreter behind it; return its Python."""
+    """Make a venv with the candidate and access to the packages of this interpreter; return its Python."""
     venv.create(root, with_pip=False, symlinks=os.name != "nt")
     python = root / ("Scripts" if os.name == "nt" else "bin") / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", f"hydra-core=={version}"]

@@ -12,7 +12,7 @@ from kit.replay_settings import Settings
 
 
 def main() -> None:
-    """Run seeds, and report those that fail."""
+    """Run the seeds, and report the failed ones."""
     parser = argparse.ArgumentParser(description=__doc__)
     logging.disable(logging.WARNING)
     parser.add_argument("--seeds", type=int, default=300)

@@ -18,7 +18,7 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Collect what leads somewhere and what can be led to."""
+        """Collect the links and the anchors of a tag."""
         for name, value in attrs:
             if value is not None and name in ("href", "src"):
                 self.links.append(value)
@@ -27,9 +27,9 @@ class Page(HTMLParser):
 
 
 def broken_links(site: Path) -> list[str]:
-    """Return a line for each link within the site that leads nowhere."""
+    """Return a line for each broken link within the site."""
     site = site.resolve()
-    # The page for addresses that do not exist is shown at any depth: its links are those of the site's address.
+    # The 404 page is served at any depth, so its links are relative to the site's address.
     pages = {path: Page(path.read_text()) for path in site.rglob("*.html") if path.name != "404.html"}
     found = []
     for path, page in pages.items():

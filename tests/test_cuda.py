@@ -1,4 +1,4 @@
-"""The parts on a CUDA device, against the same parts on the CPU."""
+"""The parts on a CUDA device give the same results as on the CPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHAPES = [(7, 3, 1), (128, 8, 1), (16, 1024, 1), (1025, 2, 1)]
 
 
 def assert_alike(far: Iterable[Tensor], near: Iterable[Tensor], tolerance: float = 1e-4) -> None:
-    """What was computed there lies there, and is what was computed here."""
+    """Assert that the tensors are on the CUDA device and equal the tensors of the CPU."""
     for one, other in zip(far, near, strict=True):
         assert one.device.type == torch.device(DEVICE).type
         assert_close(one.cpu(), other, rtol=tolerance, atol=tolerance)
@@ -87,7 +87,7 @@ def prioritized(capacity: int = 64) -> PrioritizedSampler:
 @pytest.mark.parametrize("n_steps", [1, 3])
 @pytest.mark.parametrize("sampler", [UniformSampler, prioritized, lambda: SequenceSampler(4)])
 def test_rings(sampler: Callable[[], Any], n_steps: int) -> None:
-    """Every row of a batch is what a buffer on the CPU holds in the same cell; the state goes from one to the other."""
+    """Compare the rows of a CUDA buffer's batch with a CPU buffer, and load the CUDA buffer's state on the CPU."""
 
     def made(device: str, data: TensorDict | None) -> Any:
         storage = RingStorage(64, device=device)
@@ -97,7 +97,7 @@ def test_rings(sampler: Callable[[], Any], n_steps: int) -> None:
     near, far = made("cpu", steps), made(DEVICE, steps.to(DEVICE))
     one, other = near.sample(), far.sample()
     keys = list(one.keys(True, True))
-    # Devices add up three rewards, and multiply discounts, with other roundings; all else is copied.
+    # Devices round sums of rewards and products of discounts differently. All other entries are copied.
     computed = [key for key in (("next", "reward"), "gamma") if n_steps > 1]
     copied = [key for key in keys if key not in computed]
     assert_alike((other[key] for key in computed), (one[key] for key in computed), 1e-6)
@@ -150,7 +150,7 @@ def replay() -> tuple[L.LightningModule, L.LightningDataModule]:
 @pytest.mark.parametrize("make", [on_policy, replay])
 @pytest.mark.parametrize(("first", "then"), [("gpu", "cpu"), ("cpu", "gpu"), ("gpu", "gpu")])
 def test_training_goes_on_elsewhere(make: Callable[[], Any], first: str, then: str, tmp_path: Path) -> None:
-    """Networks on the device, environments on the CPU, and a checkpoint that goes from one device to the other."""
+    """The networks and the checkpoint move between the devices; the environments stay on the CPU."""
     module, data = make()
     begun = trainer(tmp_path, accelerator=first, devices=1)
     begun.fit(module, datamodule=data)

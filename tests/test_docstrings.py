@@ -1,4 +1,4 @@
-"""Sections of docstrings have the names that the site and editors know."""
+"""The sections of docstrings have names that the site and editors recognise."""
 
 from __future__ import annotations
 

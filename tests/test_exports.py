@@ -1,4 +1,4 @@
-"""Editors, type checkers and ``help()`` see the public names, which are imported on first use."""
+"""Editors, type checkers and ``help()`` find the public names, although they are imported on first use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kit.processes import environment
 
 PLUGIN = Path(torchrl_lightning.__file__).resolve().parents[1]
 
-# Other people's packages are left unread: what is asked here is answered by our own files, in a few seconds.
+# Mypy skips third-party packages: our own files are enough for these checks, which then take a few seconds.
 MYPY = """
 [mypy]
 mypy_path = {plugin}
@@ -24,7 +24,7 @@ ignore_missing_imports = true
 """
 OTHERS = ("torch", "torchrl", "tensordict", "lightning", "gymnasium", "numpy", "numba", "omegaconf", "hydra")
 
-# What mypy says of each.
+# the expected part of mypy's output for each snippet
 SNIPPETS = {
     "from torchrl_lightning import GAEBufer": 'has no attribute "GAEBufer"',
     "from torchrl_lightning.collectors import GymnasiumColector": 'has no attribute "GymnasiumColector"',
@@ -43,13 +43,13 @@ SNIPPETS = {
 
 @pytest.fixture(scope="module")
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Run mypy once over all snippets; give what it says about each."""
+    """Run mypy once over all snippets; return its messages for each."""
     folder = tmp_path_factory.mktemp("snippets")
     skipped = "\n".join(f"[mypy-{name}.*,{name}]\nfollow_imports = skip" for name in OTHERS)
     (folder / "mypy.ini").write_text(MYPY.format(plugin=PLUGIN, skipped=skipped))
     for number, snippet in enumerate(SNIPPETS):
         (folder / f"s{number}.py").write_text(snippet + "\n")
-    # Pytest's cache keeps mypy's, so that only the first run of a checkout reads the whole package.
+    # Mypy's cache is stored in pytest's cache, so that only the first run of a checkout reads the whole package.
     cache = request.config.cache.mkdir("mypy")
     out, err, _ = api.run([f"--config-file={folder / 'mypy.ini'}", f"--cache-dir={cache}", str(folder)])
     assert not err, err

@@ -32,4 +32,4 @@ def test_tests_run_in_the_profile_that_the_command_names(request: pytest.Fixture
     profile = request.config.getoption("--hypothesis-profile") or "repeatable"
     assert settings.default is not None
     assert settings.default.derandomize is (profile == "repeatable")
-    assert settings.default.deadline is None  # a slow machine fails no test
+    assert settings.default.deadline is None  # a test must not fail because the machine is slow

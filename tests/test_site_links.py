@@ -1,4 +1,4 @@
-"""The check of the built site finds what leads nowhere."""
+"""The check of the built site finds every broken link."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is derived from the modules is what they say, so that signature, export, schema and YAML cannot drift apart."""
+"""Schemas and reference pages match the classes, so that signatures, exports and YAML cannot drift apart."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The files and calls of ours in one step: ``python tests/walks.py dqn | ppo | sample | extend | command``.
+"""Count our files and calls in one step: ``python tests/walks.py dqn | ppo | sample | extend | command``.
 
-``dqn`` goes from the end of one update to the end of the next, ``ppo`` from the start of an epoch to its first update.
-``command`` counts the functions that are given the run's config while the training command resumes a short run.
+``dqn`` counts from the end of one update to the end of the next, ``ppo`` from the start of an epoch to its first
+update. ``command`` counts the functions with the run's config as an argument while the training command resumes a
+short run.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ROOT = Path(package.__file__).parent
 
 
 class Walk:
-    """Count the calls of the package's functions between `start` and `stop`."""
+    """Counts the calls of the package's functions between `start` and `stop`."""
 
     def __init__(self, takes: type | None = None) -> None:
         self.takes = takes
@@ -59,7 +60,7 @@ class Walk:
 
 
 class From(L.Callback):
-    """Walk from a batch of training, or the epoch before it, to the batch's end."""
+    """Starts the walk at the end of a batch or the start of an epoch, and stops it at the end of the next batch."""
 
     def __init__(self, walk: Walk, batch: int, epoch: bool) -> None:
         self.walk, self.batch, self.epoch, self.ended = walk, batch, epoch, 0
@@ -93,7 +94,7 @@ def replay() -> Any:
 
 
 def resume(walk: Walk) -> None:
-    """Train for a few steps, and walk through the command that resumes this run."""
+    """Train for a few steps, and count the calls of the command that resumes this run."""
     from torchrl_lightning.cli.train import main
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):

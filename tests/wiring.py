@@ -1,12 +1,12 @@
 """Derive the schemas of configs and the guide's reference from the exported classes: ``python tests/wiring.py``.
 
-Configs describe the exported classes of the kinds below by their constructors' arguments. A class attribute
-``CONFIG_NAME`` is another name in configs, or None for none; ``RUNTIME_ARGUMENTS`` lists the arguments that a program
-passes, which configs do not have.
+Configs describe the exported classes of the kinds below by their constructors' arguments. The class attribute
+``CONFIG_NAME`` replaces the name in configs; None excludes the class. ``RUNTIME_ARGUMENTS`` lists the arguments that
+a program passes instead of a config.
 
-It writes ``schemas.json``, which the package reads, and in the guide the table of names, the tables of settings between
-the marks of pages, and the reference, a page for each folder of the package. Run it after any change of a constructor's
-arguments or of a config; a test fails if they differ.
+The script writes ``schemas.json``, which the package reads. In the guide it writes the table of names, the tables of
+settings between the marks of pages, and a reference page for each folder of the package. Run it after any change of a
+constructor's arguments or of a config; a test fails if they differ.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ PRIMITIVES = (bool, int, float, str)
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Parts of one base class.
+    """The exported classes with one base class.
 
     Attributes:
-        group: That of their configs.
-        base: The class.
-        ending: What their names leave out.
-        directives: Those for Hydra.
+        group: The group of their configs.
+        base: The base class.
+        ending: A pattern of the ending that config names omit.
+        directives: Directives for Hydra.
     """
 
     group: str
@@ -54,7 +54,7 @@ class Kind:
     directives: dict[str, bool] = dataclasses.field(default_factory=dict)
 
 
-FINISHED = {"partial": True}  # by a program, which hands the rest over
+FINISHED = {"partial": True}  # a program passes the remaining arguments
 KINDS = (
     Kind("storage", "torchrl.data.replay_buffers.Storage", "Storage"),
     Kind("writer", "torchrl.data.replay_buffers.Writer", "Writer"),
@@ -65,7 +65,7 @@ KINDS = (
     Kind("buffer", "torchrl.data.ReplayBuffer", "(OnPolicy|Replay)?Buffer", FINISHED),
     Kind("source", f"{NAME}.BranchedReplay", "Replay", FINISHED),
     Kind("data", f"{NAME}.ExperienceDataModule", "DataModule"),
-    Kind("env", f"{NAME}.EnvironmentRecipe", directives={"recursive": False}),  # which builds what it is made of
+    Kind("env", f"{NAME}.EnvironmentRecipe", directives={"recursive": False}),  # it builds its own parts
     Kind("model", f"{NAME}.agents.base.AgentModule", "Module|Agent"),
     Kind("network", f"{NAME}.agents.networks.network_protocol.Network", "Network"),
     Kind("intrinsic", f"{NAME}.RandomNetworkDistillation"),
@@ -73,19 +73,19 @@ KINDS = (
     Kind("planner", f"{NAME}.agents.model_based.planners.ShootingPlanner", "Planner", FINISHED),
     Kind("callback", "lightning.pytorch.Callback"),
 )
-# Lightning's own, whose callbacks and loggers have groups of their own.
+# The callbacks and loggers of Lightning's trainer have their own groups.
 TRAINER = ("lightning.Trainer", "trainer", "trainer", ("callbacks", "logger"))
 
 
 def exports(package: str = NAME) -> dict[str, str]:
-    """Map the names that the stub of a package exports to the modules that it imports them from."""
+    """Map the exported names of a package's stub to the modules from which the stub imports them."""
     stub = PACKAGE.joinpath(*package.split(".")[1:], "__init__.pyi")
     imports = [node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom)]
     return {each.name: f"{package}.{node.module}" for node in imports for each in node.names}
 
 
 def parts() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the target of each part, and what its configs are made of."""
+    """Yield the target of each part, and the description of its configs."""
     bases = [(kind, imported(kind.base)) for kind in KINDS]
     for name in sorted(exports()):
         component = imported(f"{NAME}.{name}")
@@ -103,7 +103,7 @@ def parts() -> Iterator[tuple[str, dict[str, Any]]]:
 def described(
     component: type, group: str, name: str, handed_over: Sequence[str], directives: dict[str, bool]
 ) -> dict[str, Any]:
-    """Say of a part what is written about it."""
+    """Return the description of a part for the schemas."""
     arguments = config_fields(component)
     if unknown := sorted(set(handed_over) - set(arguments)):
         raise ValueError(f"{component.__name__} takes no {', '.join(unknown)}.")
@@ -117,12 +117,12 @@ def described(
 
 
 def inherited(component: type) -> list[str]:
-    """Name what is handed over to a class by what its bases say, as far as it takes it."""
+    """Return the runtime arguments of a class's bases that its own constructor accepts."""
     return sorted(set(getattr(component, "RUNTIME_ARGUMENTS", ())) & set(inspect.signature(component).parameters))
 
 
 def config_name(name: str, ending: str) -> str:
-    """Name a class in configs: its words but the ending of its kind, with underscores between them.
+    """Return the name of a class in configs: its words without the ending of its kind, joined by underscores.
 
     Examples:
         >>> config_name("VTraceAdvantages", ""), config_name("RingStorage", "Storage")
@@ -132,7 +132,7 @@ def config_name(name: str, ending: str) -> str:
 
 
 def config_fields(component: type) -> dict[str, tuple[Any, list[Any]]]:
-    """Return the type of each argument of a constructor and its default, if it has one, as a config can hold them."""
+    """Return the type of each constructor argument and a list with its default, if it has one, as in a config."""
     parameters = inspect.signature(component).parameters
     return {
         name: (checked_type(_annotation(component, each)), _default(component, each))
@@ -141,7 +141,7 @@ def config_fields(component: type) -> dict[str, tuple[Any, list[Any]]]:
 
 
 def checked_type(annotation: Any) -> Any:
-    """Return the type that OmegaConf checks for an annotation: ``Any`` where it cannot, e.g. for keys and factories."""
+    """Return the type that OmegaConf checks for an annotation: ``Any`` if it cannot, e.g. for keys and factories."""
     import torch
 
     if annotation in PRIMITIVES:
@@ -153,12 +153,12 @@ def checked_type(annotation: Any) -> Any:
     if origin in (list, Sequence) or (origin is tuple and arguments[1:] == (...,)):
         return types.GenericAlias(list, (arguments[0],)) if arguments[0] in PRIMITIVES else Any
     if origin in (typing.Union, types.UnionType):
-        named = (type(None), torch.device, torch.dtype, Path)  # but for None, they are written as texts
+        named = (type(None), torch.device, torch.dtype, Path)  # a config contains them as texts, except None
         members = [checked_type(each) for each in arguments if each not in named]
         kinds = set(members)
         if Any in kinds or (len(kinds) > 1 and not kinds <= set(PRIMITIVES)):
             return Any
-        # Of two equal unions Python keeps the one that was made first, by whatever library: their order says nothing.
+        # Python reuses the first of several equal unions, so the order of its members is arbitrary: sort them.
         union, *others = [each for each in PRIMITIVES if each in kinds] or members[:1]
         for other in others:
             union |= other
@@ -167,13 +167,13 @@ def checked_type(annotation: Any) -> Any:
 
 
 def text(kind: Any) -> str:
-    """Write a checked type."""
+    """Return the name of a checked type."""
     plain = isinstance(kind, type) and not typing.get_args(kind)
     return kind.__name__ if plain else str(kind).removeprefix("typing.")
 
 
 def imported(target: str) -> Any:
-    """Import what a dotted name leads to."""
+    """Import the object with a dotted name."""
     module, _, name = target.rpartition(".")
     return getattr(import_module(module), name)
 
@@ -184,7 +184,7 @@ def _annotation(component: type, parameter: inspect.Parameter) -> Any:
         return known
     try:
         return eval(parameter.annotation, component.__init__.__globals__)  # type: ignore[misc]
-    except NameError:  # imported for type checkers alone
+    except NameError:  # imported only for type checkers
         return Any
 
 
@@ -195,12 +195,12 @@ def _default(component: type, parameter: inspect.Parameter) -> list[Any]:
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
     if default is parameter.empty or isinstance(default, type):
-        return []  # a config has no classes
+        return []  # a config cannot contain classes
     return [str(default).removeprefix("torch.") if type(default).__module__ == "torch" else default]
 
 
 def guide(described: dict[str, Any]) -> str:
-    """Put the table of names into the guide's page: each part by the first line of its docstring."""
+    """Return the guide's page with the table of names; the first line of a docstring describes each part."""
     rows = []
     for kind, groups in TORCHRL_GROUPS.items():
         named = ", ".join(f"`{group}`" for group in groups)
@@ -213,7 +213,7 @@ def guide(described: dict[str, Any]) -> str:
 
 
 def reference() -> dict[Path, str]:
-    """Write the pages of the reference: the names of a folder, whose text the builder of the site puts in."""
+    """Return the pages of the reference with the names of each folder. The site builder inserts the docstrings."""
     pages: dict[str, list[str]] = {}
     for name, module in sorted(exports().items()):
         place = exports(module)[name] if (PACKAGE / module.rpartition(".")[2]).is_dir() else module
@@ -222,7 +222,7 @@ def reference() -> dict[Path, str]:
 
 
 def pages_with_settings() -> dict[Path, str]:
-    """Write the tables of settings into the pages of the guide that have marks for them."""
+    """Return the guide's pages with marks, with the tables of settings between the marks."""
     pages = {path: path.read_text() for path in sorted(GUIDE.parent.glob("*.md"))}
     return {
         path: MARKED_SETTINGS.sub(lambda match: f"{match[1]}{settings_table(match[2])}{match[4]}", page)
@@ -232,7 +232,7 @@ def pages_with_settings() -> dict[Path, str]:
 
 
 def settings_table(option: str) -> str:
-    """Write a table of the settings of a learner, such as ``model/ppo``, or of a buffer, such as ``data/gae``."""
+    """Return a table of the settings of a learner, such as ``model/ppo``, or of a buffer, such as ``data/gae``."""
     path = CONF / f"{option}.yaml"
     if option.startswith("data/"):
         (buffer,) = re.findall(
@@ -257,7 +257,7 @@ def settings_table(option: str) -> str:
 
 
 def yaml_settings(path: Path, indent: str = "", block: str = "") -> tuple[dict[str, str], dict[str, str]]:
-    """Return the values and the comments of a config, or of one of its blocks, with those of its base configs."""
+    """Return the values and the comments of a config or of one of its blocks, including its base configs."""
     text = path.read_text()
     values, comments = {}, {}
     for base in re.findall(r"^  - (?!_self_|/torchrl_lightning/schema)([\w/]+)(?:@_here_)?$", text, flags=re.MULTILINE):
@@ -276,7 +276,7 @@ def yaml_settings(path: Path, indent: str = "", block: str = "") -> tuple[dict[s
 
 
 def documented_arguments(component: type) -> dict[str, str]:
-    """Return the descriptions of a class's arguments, from its docstring and those of its bases."""
+    """Return the descriptions of a class's arguments, from its docstring and its bases' docstrings."""
     meanings: dict[str, str] = {}
     for owner in reversed(component.__mro__):
         section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", inspect.cleandoc(owner.__doc__ or ""), re.DOTALL | re.MULTILINE)
@@ -295,7 +295,7 @@ def _markdown(text: str) -> str:
 
 
 def data(described: dict[str, dict[str, Any]]) -> str:
-    """Write the schemas as JSON, each in a few lines."""
+    """Return the schemas as JSON, each in a few lines."""
     parts = []
     for target, part in described.items():
         head = {key: value for key, value in part.items() if key != "arguments"}
@@ -305,7 +305,7 @@ def data(described: dict[str, dict[str, Any]]) -> str:
 
 
 def wrapped(entries: dict[str, Any], begin: str, indent: str) -> str:
-    """Write the entries of a JSON object in full lines that break between entries."""
+    """Return the entries of a JSON object in full lines that break between entries."""
     texts = (f"{json.dumps(key)}: {json.dumps(value)}".replace(" ", "\0") for key, value in entries.items())
     whole = {"break_long_words": False, "break_on_hyphens": False}
     lines = textwrap.wrap(", ".join(texts), 117, initial_indent=begin, subsequent_indent=indent, **whole)

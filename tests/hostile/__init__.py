@@ -1,4 +1,4 @@
-"""Files that somebody may send to do harm, each read by every function that reads files of its kind.
+"""Files with an attacker's changes. Every function that reads files of their kind reads them.
 
-``python -m tests.hostile`` runs all of them, ``python -m tests.hostile WORD...`` those whose names contain a word.
+``python -m tests.hostile`` reads all files, ``python -m tests.hostile WORD...`` only files with a word in their name.
 """

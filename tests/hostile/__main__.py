@@ -1,4 +1,4 @@
-"""Read all hostile files by all functions that read their kind, and print what is wrong."""
+"""Read all hostile files with all functions for their kind, and print the problems."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-SHOWN = 5  # readings of each list
+SHOWN = 5  # the number of printed readings in each list
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS.parent / "plugin")]
 
 
 def main(words: list[str]) -> int:
-    """Return 1 if anything is wrong."""
+    """Read the files with one of the words in their names; return 1 if a reading has a problem."""
     with tempfile.TemporaryDirectory() as folder:
         from hostile.base import make_base, warm_up
         from hostile.corpus import all_cases

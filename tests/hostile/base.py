@@ -1,4 +1,4 @@
-"""The run that hostile files are made of, and all imports that reading needs."""
+"""The training run that hostile files are made from, and a first reading of it, which imports all modules."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ TINY = ["data.num_envs=2", "data.frames_per_batch=64", "data.mini_batch_size=32"
 
 
 def make_base(folder: Path) -> Base:
-    """Train for few frames, and read the checkpoint once by each function, so that forked processes import nothing."""
-    torch.set_num_threads(1)  # a forked process has no others
+    """Train for a few frames; return the checkpoint, a published policy and the config of each command."""
+    torch.set_num_threads(1)  # a fork does not copy threads
     with contextlib.suppress(ImportError):
         import h5py  # noqa: F401  # whose imports run a command
         import minari  # noqa: F401
@@ -29,7 +29,7 @@ def make_base(folder: Path) -> Base:
     assert done.returncode == 0, done.stderr
     checkpoint = run / "checkpoints" / "last.ckpt"
     stored = torch.load(checkpoint, weights_only=True)
-    stored.pop(CHECKSUMS_KEY)  # as somebody who changes it would do
+    stored.pop(CHECKSUMS_KEY)  # an attacker who changes the checkpoint would remove them
     save_pretrained(run, folder / "published")
     configs = {
         "evaluate": composed("evaluate", "ckpt_path=a.ckpt", "histogram=null", "episodes=1"),
@@ -41,7 +41,7 @@ def make_base(folder: Path) -> Base:
 
 
 def warm_up(base: Base, folder: Path) -> list[str]:
-    """Read the run, its checkpoint and its policy by each of their functions; return what failed."""
+    """Read the unchanged run, checkpoint and policy with all functions for their kind; return the problems."""
     from hostile.running import Case, readings_of
 
     whole = {

@@ -1,4 +1,4 @@
-"""Checkpoints that somebody changed: pickles, archives, sizes, configs, names and optimizer states."""
+"""Checkpoints with an attacker's changes: pickles, archives, sizes, configs, names and optimizer states."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GB = 1 << 30
 
 
 def place(sent: Path) -> Path:
-    """Return the path of a checkpoint in the folder of a run that was sent."""
+    """Return the path of a checkpoint in the run folder that an attacker sent."""
     path = sent / "run" / "checkpoints" / "best.ckpt"
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
@@ -42,7 +42,7 @@ def _raw(data: bytes | Callable[[Path, Base], None]) -> Callable[[Path, Base, st
 def _archive(
     path: Path, pickled: bytes, records: dict[str, Any] | None = None, method: int = zipfile.ZIP_STORED
 ) -> None:
-    """Write an archive as torch does, with another pickle, and records of bytes or of so many zeros."""
+    """Write an archive as torch does, with another pickle and other records: bytes, or a number of zeros."""
     source = io.BytesIO()
     torch.save({"x": torch.zeros(8)}, source)
     with zipfile.ZipFile(source) as archive, zipfile.ZipFile(path, "w") as written:
@@ -59,14 +59,14 @@ def _archive(
 
 
 class _Storage:
-    """A storage of ``size`` numbers by its name in the archive."""
+    """A storage of ``size`` numbers, with its name in the archive."""
 
     def __init__(self, name: str, size: int, kind: Any = torch.FloatStorage) -> None:
         self.pid = ("storage", kind, name, "cpu", size)
 
 
 class _Call:
-    """What a pickle calls, whatever it is."""
+    """A pickle of a call of any function."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.parts = function, arguments
@@ -420,7 +420,7 @@ def _config_case(group: str, name: str) -> Callable[[Path, Base, str], Path]:
 
 
 def cases() -> Iterator[Case]:
-    """Yield all checkpoints."""
+    """Yield all hostile checkpoints."""
     for name, data in BYTES.items():
         yield Case("checkpoint", name, _raw(data))
     for name in _pickles("/tmp/x"):

@@ -7,5 +7,5 @@ from hostile.running import Case
 
 
 def all_cases() -> list[Case]:
-    """Return them, in the order of their kinds."""
+    """Return all hostile files: checkpoints, folders, then data."""
     return [*checkpoints.cases(), *folders.cases(), *data.cases()]

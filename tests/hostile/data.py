@@ -1,4 +1,4 @@
-"""Demonstrations and data sets that somebody changed: npz, safetensors and, where h5py is installed, HDF5."""
+"""Demonstrations and data sets with an attacker's changes: npz, safetensors and, if h5py is installed, HDF5."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GB = 1 << 30
 
 
 def _npz(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path, Base, str], Path]:
-    """Return what writes the four arrays with a change, compressed."""
+    """Return a function that writes the four arrays of a demonstration with a change, compressed."""
 
     def write(sent: Path, base: Base, canary: str) -> Path:
         arrays: dict[str, Any] = {
@@ -75,7 +75,7 @@ def _members(change: Callable[[zipfile.ZipFile], Any]) -> Callable[[Path, Base, 
 
 
 def _lying_size(sent: Path, base: Base, canary: str) -> Path:
-    """Declare a few bytes of a member that unpacks to a gigabyte."""
+    """Declare a size of a few bytes for a member that unpacks to a gigabyte."""
     path = _npz(lambda arrays: arrays.update(Observation=[_head((GB // 16, 4)), *[bytes(1 << 24)] * 64]))(
         sent, base, canary
     )
@@ -105,7 +105,7 @@ def _linked(name: str, target: str) -> Callable[[Path, Base, str], Path]:
 
 
 def _own(change: Callable[[dict[str, Any], bytes], tuple[Any, bytes]]) -> Callable[[Path, Base, str], Path]:
-    """Return what changes the header and the numbers of a demonstration in safetensors."""
+    """Return a function that writes a safetensors demonstration with a changed header or changed numbers."""
 
     def write(sent: Path, base: Base, canary: str) -> Path:
         path = sent / "a.safetensors"
@@ -273,7 +273,7 @@ PLAIN_HDF5 = {
 
 # -- Minari ------------------------------------------------------------------------------------------------------------
 def _minari(name: str, content: bytes | None) -> Callable[[Path, Base, str], Path]:
-    """Return what writes a data set of Minari's with one hostile file; its reader gets the folder."""
+    """Return a function that writes a Minari data set with one hostile file, and returns the root folder."""
 
     def write(sent: Path, base: Base, canary: str) -> Path:
         data = sent / "evil" / "set-v0" / "data"
@@ -290,7 +290,7 @@ def _minari(name: str, content: bytes | None) -> Callable[[Path, Base, str], Pat
 
 
 def _metadata(**changes: Any) -> Callable[[Path, Base, str], Path]:
-    """Return what writes metadata that fit CartPole, with a change; None leaves an entry out."""
+    """Return a function that writes metadata for CartPole with a change; None removes an entry."""
     box = {"type": "Box", "dtype": "float32", "shape": [4], "low": [-1] * 4, "high": [1] * 4}
     metadata: dict[str, Any] = {
         "dataset_id": "evil/set-v0",
@@ -350,7 +350,7 @@ MINARI = {
 
 
 def cases() -> Iterator[Case]:
-    """Yield all demonstrations and data sets."""
+    """Yield all hostile demonstrations and data sets."""
     yield from (Case("demonstration", name, write) for name, write in DEMONSTRATIONS.items())
     yield from (Case("data set", name, write) for name, write in PLAIN_HDF5.items())
     if find_spec("h5py"):

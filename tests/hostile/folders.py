@@ -1,4 +1,4 @@
-"""States on a disk, folders of runs and published policies that somebody changed."""
+"""States on disk, run folders and published policies with an attacker's changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _state() -> dict[str, Any]:
 
 
 def _written(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path, Base, str], Path]:
-    """Return what writes a state with a change, and checksums that fit it."""
+    """Return a function that writes a changed state with checksums that match it."""
 
     def write(sent: Path, base: Base, canary: str) -> Path:
         state = _state()
@@ -43,7 +43,7 @@ def _written(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path, Base, s
 
 
 def _manifest(change: Callable[[Path, dict[str, Any]], Any]) -> Callable[[Path, Base, str], Path]:
-    """Return what changes the manifest of a state: its content, signed anew, or the whole file."""
+    """Return a function that changes the manifest of a state: its content with a new checksum, or the whole file."""
 
     def write(sent: Path, base: Base, canary: str) -> Path:
         folder = sent / "state"
@@ -211,7 +211,7 @@ RUNS = {
 
 # -- policies ----------------------------------------------------------------------------------------------------------
 def _policy(change: Callable[[Path, dict[str, Any]], Any]) -> Callable[[Path, Base, str], Path]:
-    """Return what changes a published policy: ``config.json`` by its content, or any file."""
+    """Return a function that changes a published policy: the content of ``config.json``, or any file."""
 
     def write(sent: Path, base: Base, canary: str) -> Path:
         folder = sent / "policy"
@@ -237,7 +237,7 @@ def _other_file(name: str, make: Callable[[Path], Any]) -> Callable[[Path, dict[
 
 
 def _header(header: Any, data: bytes = b"") -> Callable[[Path], None]:
-    """Return what writes a file of safetensors with any header."""
+    """Return a function that writes a safetensors file with any header."""
 
     def make(path: Path) -> None:
         written = header if isinstance(header, bytes) else json.dumps(header).encode()
@@ -290,7 +290,7 @@ POLICIES = {
 
 
 def cases() -> Iterator[Case]:
-    """Yield all states, runs and policies."""
+    """Yield all hostile states, runs and policies."""
     yield from (Case("state", name, write) for name, write in STATES.items())
     yield from (Case("run", name, _run(change)) for name, change in RUNS.items())
     yield from (Case("policy", name, _policy(change)) for name, change in POLICIES.items())

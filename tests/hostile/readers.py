@@ -1,4 +1,4 @@
-"""Every function that reads files of others, by the kind of the file."""
+"""All functions that read other people's files, by the kind of the file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Reader = Callable[[Path, Base], Any]
 
 
 def _called(name: str, *arguments: str) -> None:
-    """Run a command as a console script does; its message is the text of SystemExit."""
+    """Run a command as a console script does; raise SystemExit with its message if it fails."""
     done = call(name, *arguments, cwd=Path.cwd())
     sys.stdout.write(done.stdout)
     if done.returncode:
@@ -40,7 +40,7 @@ def _called(name: str, *arguments: str) -> None:
 
 
 def _composed(name: str, task: Callable[[Any], Any], setting: str) -> Reader:
-    """Return a reader that runs the task of a command, whose config was composed before."""
+    """Return a reader that runs the task of a command with its config from the base."""
 
     def read(path: Path, base: Base) -> None:
         cfg = base.settings[name]

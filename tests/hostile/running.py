@@ -1,4 +1,4 @@
-"""Read a hostile file in a process of its own, and say what was wrong with the reading."""
+"""Read a hostile file in a separate process, and report the problems of the reading."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from typing import Any
 from kit.hostile import MODULE
 
 SECONDS = 10  # of processor time
-ALLOWED_MEMORY = 200 << 20  # beside three times the file
-WAIT = 180  # seconds until a process that waits for something is ended
+ALLOWED_MEMORY = 200 << 20  # in addition to three times the file's size
+WAIT = 180  # seconds until a waiting process is killed
 MESSAGE = 4000  # characters
-_LIMIT = 2 << 30  # bytes of address space beyond what the process has; for the machine's sake
+_LIMIT = 2 << 30  # additional bytes of address space for a reader, so that it cannot exhaust the machine
 _OUTSIDE = ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "socket.connect", "socket.bind")
 _CHANGES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod")
 _READ_ONLY = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_DIRECTORY", 0)
@@ -34,11 +34,11 @@ _READ_ONLY = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK
 
 @dataclass(frozen=True)
 class Base:
-    """What hostile files are made of: a run, what its checkpoint holds, and the folders beside it.
+    """The parts that hostile files are made from.
 
     Attributes:
         run: The folder of the run.
-        stored: What its checkpoint holds, without checksums.
+        stored: The contents of its checkpoint, without checksums.
         pretrained: The folder of its published policy.
         settings: The config of each command.
     """
@@ -51,7 +51,10 @@ class Base:
 
 @dataclass(frozen=True)
 class Case:
-    """A hostile file: ``write`` puts it into a folder, with the canary that nothing may touch, and returns its path."""
+    """A hostile file: ``write`` puts it into a folder and returns its path.
+
+    ``write`` also gets the path of a canary, a file that exists only if code in the hostile file has run.
+    """
 
     kind: str
     name: str
@@ -83,12 +86,12 @@ class Reading:
 def readings_of(
     case: Case, readers: Mapping[str, Callable[[Path, Base], object]], base: Base, folder: Path
 ) -> Iterator[tuple[str, Reading]]:
-    """Write a file once, and yield how each of its readers reads it in a forked process of its own.
+    """Write a file once, and yield the result of each reader. Each reader runs in its own forked process.
 
     Args:
         case: The file.
-        readers: The readers, by name, which get the path. Each works in a folder of its own.
-        base: What the file is made of.
+        readers: The readers by name. They get the path and work in their own folder.
+        base: The parts that the file is made from.
         folder: A new folder.
     """
     sent, canary = folder / "sent", folder / "CANARY"
@@ -121,7 +124,7 @@ def _files(folder: Path) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _in_child(read: Callable[[], object], out: Path, size: int) -> dict[str, Any]:
-    """Run a reader in a forked process; return what was wrong, and what it took."""
+    """Run a reader in a forked process; return its problems, processor time and memory."""
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
@@ -168,17 +171,17 @@ def _read(read: Callable[[], object], out: Path, size: int) -> dict[str, Any]:
     warnings.resetwarnings()
     warnings.simplefilter("ignore")
     os.environ |= {"TMPDIR": str(out), "TORCHINDUCTOR_CACHE_DIR": str(out)}
-    tempfile.tempdir = None  # which was found before
+    tempfile.tempdir = None  # a cached folder would override TMPDIR
     sys.dont_write_bytecode = True
     for name in ("register", "unregister"):  # the process ends without closing its locks
         setattr(resource_tracker, name, lambda *_: None)
-    sys.path.append(str(out))  # as commands put the working directory there
+    sys.path.append(str(out))  # a command also adds its working directory
     resource.setrlimit(resource.RLIMIT_AS, (_status("VmSize") + 3 * size + _LIMIT, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CPU, (2 * SECONDS + int(time.process_time()), 10 * SECONDS + 1000))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     modules, events = set(sys.modules), _watched(out)
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # the highest memory is counted from here on
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak memory of the process
     memory, began = _status("VmRSS"), time.process_time()
     refused, lines, problems = None, 1, []
     try:
@@ -216,7 +219,7 @@ def _read(read: Callable[[], object], out: Path, size: int) -> dict[str, Any]:
 
 
 def _is_strange(name: str, out: Path) -> bool:
-    """Return whether a module came from elsewhere than Python and the packages that are installed."""
+    """Return True if a module was imported from the sent files or the working folder."""
     if name.partition(".")[0] == MODULE:
         return True
     file = getattr(sys.modules.get(name), "__file__", None)
@@ -224,7 +227,7 @@ def _is_strange(name: str, out: Path) -> bool:
 
 
 def _status(name: str) -> int:
-    """Return a line of the process's status, in bytes."""
+    """Return an entry of the process's status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) << 10
@@ -232,7 +235,7 @@ def _status(name: str) -> int:
 
 
 def _watched(out: Path) -> list[str]:
-    """Note what the process does outside of its folder from now on."""
+    """Return a list that records the process's accesses outside of its folder from now on."""
     events: list[str] = []
 
     def note(event: str, arguments: tuple[Any, ...]) -> None:
@@ -254,5 +257,5 @@ def _is_outside(path: Any, out: Path) -> bool:
     whole = Path(os.path.abspath(os.fsdecode(path)))
     if whole == Path("/dev/null") or whole.is_relative_to("/proc/self"):
         return False
-    is_lock = whole.name.startswith("pym-") and whole.parent == Path("/dev/shm")  # of multiprocessing
+    is_lock = whole.name.startswith("pym-") and whole.parent == Path("/dev/shm")  # a lock of multiprocessing
     return not whole.is_relative_to(out) and not is_lock

@@ -1,4 +1,4 @@
-"""Some of the hostile files; all are read by ``python -m tests.hostile``."""
+"""A selection of hostile files is safe to read; ``python -m tests.hostile`` reads all of them."""
 
 from __future__ import annotations
 

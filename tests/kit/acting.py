@@ -1,4 +1,4 @@
-"""Runs of replay that learn nothing, and whose policy therefore stays as it is."""
+"""Replay runs without learning. The policy therefore stays the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrl_lightning import ReplayDataModule
 
 
 class Acting(L.LightningModule):
-    """Learns nothing: its errors are made up; does something behind some of its updates."""
+    """A module that learns nothing: it writes made-up errors and calls ``behind[i](data)`` in update ``i``."""
 
     def __init__(self, policy: Any, behind: dict[int, Callable[[ReplayDataModule], object]]) -> None:
         super().__init__()
@@ -30,6 +30,6 @@ class Acting(L.LightningModule):
 
 
 def collect(data: ReplayDataModule, policy: Any, times: int, behind: Any = None) -> None:
-    """Collect so many times, with an update behind each; ``behind`` says what is done behind which."""
+    """Collect ``times`` times, with an update after each; call ``behind[i](data)`` in update ``i``."""
     data.updates_per_epoch, data.warmup_frames = times, 1
     trainer(max_epochs=1, limit_val_batches=0).fit(Acting(policy, behind or {}), datamodule=data)

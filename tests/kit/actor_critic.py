@@ -1,4 +1,4 @@
-"""Somebody's own actor-critic, and short rollouts of CartPole that it learns from."""
+"""A user's own actor-critic, and short rollouts of CartPole for its training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchrl_lightning import OnPolicyDataModule
 
 
 class TinyActorCritic(L.LightningModule):
-    """The documented protocol and nothing of our learning room."""
+    """An agent that implements only the documented protocol and inherits from none of our learners."""
 
     def __init__(self, learning_rate: float = 1e-2) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class TinyActorCritic(L.LightningModule):
 
 
 class Unlucky(TinyActorCritic):
-    """Fails when it has made some updates."""
+    """Raises an error after ``fails_after`` updates."""
 
     def __init__(self, fails_after: int = 0) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Unlucky(TinyActorCritic):
 
 
 def rollouts(**settings: Any) -> OnPolicyDataModule:
-    """Make data of four environments, where an epoch has 64 frames and four updates."""
+    """Make data of four environments. An epoch has 64 frames and four updates."""
     sizes = {"num_envs": 4, "frames_per_batch": 64, "mini_batch_size": 32, "num_epochs": 2, "eval_episodes": 2}
     return OnPolicyDataModule(**{"env": "CartPole-v1", **sizes, "seed": 0, **settings})
 
@@ -67,7 +67,7 @@ def rollouts(**settings: Any) -> OnPolicyDataModule:
 def fit(
     folder: Path, data: Any = None, module: Any = None, ckpt_path: Any = None, *, seed: int = 0, **settings: Any
 ) -> tuple[Any, L.Trainer]:
-    """Fit a module to rollouts, without evaluations; its weights follow from the seed."""
+    """Fit a module to rollouts, without evaluations. The seed determines its initial weights."""
     module = TinyActorCritic() if module is None else module
     run = trainer(folder, **{"limit_val_batches": 0, **settings})
     torch.manual_seed(seed)

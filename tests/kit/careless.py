@@ -1,4 +1,4 @@
-"""Environments that reuse, overwrite and keep all memory that they return or are given, and twins that do not."""
+"""Environments that reuse and overwrite their returned memory and keep their actions, and twins that do not."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _zeros(space: Any) -> Any:
 
 
 def _put(target: Any, value: float) -> None:
-    """Write a number into all entries, 2 instead of NaN into those that have none; of bits, its lowest ones."""
+    """Write a number into all entries. Integer entries get 2 instead of NaN, bits get the lowest bits of the number."""
     if isinstance(target, dict):
         for entry in target.values():
             _put(entry, value)
@@ -70,7 +70,7 @@ def _put(target: Any, value: float) -> None:
 
 
 def _filled(shown: Any, arrays: Any) -> Any:
-    """Put arrays into dicts that were returned before."""
+    """Put arrays into the dicts that an earlier call returned."""
     if not isinstance(arrays, dict):
         return arrays
     before = dict(shown)
@@ -81,17 +81,17 @@ def _filled(shown: Any, arrays: Any) -> Any:
 
 
 class Careless(gymnasium.Env[Any, Any]):
-    """Observes a number that follows from its name, the episode, the step and all actions, in every entry.
+    """Observes one number in every entry; it follows from the episode, the step and all actions.
 
-    Each call first fills all memory that earlier calls have returned, and each action is scaled in place and kept.
-    Kept actions must not change. Episodes last 3 to 5 steps, and terminate or are truncated in turns.
+    Each call first overwrites all memory that earlier calls have returned. Each action is scaled in place and kept.
+    Kept actions must not change. Episodes last 3 to 5 steps; they terminate and are truncated in turns.
 
     Args:
-        careless: False makes the twin, which always returns new memory and leaves actions alone.
+        careless: False makes the twin, which always returns new memory and does not change actions.
         buffers: The number of memories that take turns.
         observation: One of ``OBSERVATIONS``.
         action: One of ``ACTIONS``.
-        masked: Tells a mask of actions in its info.
+        masked: Writes an action mask into the info.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 30}
@@ -114,7 +114,7 @@ class Careless(gymnasium.Env[Any, Any]):
     def _memory(self) -> dict[str, Any]:
         return {
             "arrays": _zeros(self.observation_space),
-            "observation": {},  # the dict that is returned, which others may change
+            "observation": {},  # the returned dict, which the caller may change
             "reward": np.zeros((), np.float64),
             "terminated": np.zeros((), bool),
             "truncated": np.zeros((), bool),
@@ -180,13 +180,14 @@ class Careless(gymnasium.Env[Any, Any]):
 
 
 class CarelessVector(VectorEnv[Any, Any, Any]):
-    """Copies of one counter in a single array, which all calls return; a ready environment of unreachable copies.
+    """Copies of one counter in a single array that all calls return, without separate environments.
 
     Args:
-        mode: How it resets.
-        final: Which last observations it tells: ``"own"`` memory, the ``"shared"`` one, its ``"rows"``, or a
-            ``"late"`` copy, made after the reset; in mode ``SAME_STEP``.
+        mode: The autoreset mode.
+        final: The memory of the final observations in mode ``SAME_STEP``: ``"own"`` memory, the ``"shared"`` array, its
+            ``"rows"``, or a ``"late"`` copy that is made after the reset.
         careless: False returns new memory.
+        num_envs: The number of copies.
     """
 
     def __init__(
@@ -251,7 +252,7 @@ class CarelessVector(VectorEnv[Any, Any, Any]):
 
 
 class CarelessTorchRL(EnvBase):
-    """A TorchRL environment, batched or not, that writes everything into the same tensors, and keeps its actions."""
+    """A TorchRL environment, batched or not, that writes everything into the same tensors and keeps its actions."""
 
     def __init__(self, batch_size: Any = (), careless: bool = True, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(batch_size=torch.Size(batch_size))
@@ -280,7 +281,7 @@ class CarelessTorchRL(EnvBase):
         self.episodes.zero_()
 
     def _spoil(self, given: Any) -> None:
-        """Overwrite all that was returned before, and all that is given."""
+        """Overwrite all returned tensors and the passed ones."""
         if self.careless:
             entries = [*self.memory.values(), *([] if given is None else given.values(True, True))]
             for value in entries:
@@ -325,12 +326,12 @@ class CarelessTorchRL(EnvBase):
 
 
 def pair(kind: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Callable[[], Any]]:
-    """Return factories of a careless environment and of its twin, which can be pickled."""
+    """Return picklable factories of a careless environment and of its twin."""
     return [partial(kind, *args, **kwargs, careless=careless) for careless in (True, False)]
 
 
 def assert_alike(careless: Any, tidy: Any) -> None:
-    """Compare rollouts bit for bit, among whose steps are ends and others."""
+    """Compare rollouts bit for bit. They must have more than four ends, and steps without an end."""
     assert not differences(plain(careless), plain(tidy))
     done = tidy["next", "done"]
     assert done.sum() > 4

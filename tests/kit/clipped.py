@@ -1,4 +1,4 @@
-"""An environment that refuses actions outside its Box, and a policy that acts there."""
+"""An environment that rejects actions outside its Box, and a policy that acts outside it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPACES = {
 
 
 class Strict(gymnasium.Env[Any, Any]):
-    """Refuses an action that its space does not contain; episodes have three steps."""
+    """Raises an error if an action is outside its space. Episodes have three steps."""
 
     observation_space = spaces.Box(-9, 9, (3,), np.float32)
     metadata = {"render_modes": ["rgb_array"]}
@@ -48,7 +48,7 @@ class Strict(gymnasium.Env[Any, Any]):
 
 
 class FarActorCritic(TinyActorCritic):
-    """A Gaussian policy without bounds, which acts far outside of every space above."""
+    """A Gaussian policy without bounds. Its actions are far outside every space above."""
 
     def configure_model(self) -> None:
         if hasattr(self, "policy"):

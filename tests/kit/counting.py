@@ -1,4 +1,4 @@
-"""Small environments whose every observation is known beforehand."""
+"""Small environments with observations that are known in advance."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class CountingEnv(gymnasium.Env[Any, Any]):
 
 
 class ContinuousEnv(CountingEnv):
-    """Takes a bounded action and remembers what it got."""
+    """Accepts a bounded action and stores all received actions."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -77,7 +77,7 @@ class ContinuousEnv(CountingEnv):
 
 
 class ShiftedEnv(CountingEnv):
-    """Counts its actions from another number on, and takes no others."""
+    """Accepts actions of a space that starts at another number, and rejects all others."""
 
     def __init__(self, action_space: Any, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -90,14 +90,14 @@ class ShiftedEnv(CountingEnv):
 
 
 class RandomEnv(CountingEnv):
-    """Draws its observations, so that seeds show."""
+    """Draws random observations, so that a test can see the effect of a seed."""
 
     def _observe(self) -> Any:
         return self.np_random.normal(size=3).astype(np.float32)
 
 
 class SeedKeepingEnv(RandomEnv):
-    """Keeps the seeds that all its copies were reset with."""
+    """Stores the seeds of the resets of all its copies."""
 
     kept: ClassVar[list[int]] = []
 
@@ -108,7 +108,7 @@ class SeedKeepingEnv(RandomEnv):
 
 
 class FailingEnv(CountingEnv):
-    """Raises at its third step."""
+    """Raises an error at its third step."""
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if self.t == 2:
@@ -116,12 +116,12 @@ class FailingEnv(CountingEnv):
         return super().step(action)
 
 
-# Terminations, truncations, both at once, and episodes that outlive a rollout.
+# terminations, truncations, both in the same step, and episodes that are longer than a rollout
 SHAPES = [(3, 1000), (1000, 4), (5, 5), (11, 1000)]
 
 
 def still_policy() -> TensorDictModule:
-    """Always act 0."""
+    """Build a policy that always takes action 0."""
     return TensorDictModule(
         lambda x: torch.zeros(len(x), dtype=torch.long), in_keys=["observation"], out_keys=["action"]
     )
@@ -139,14 +139,14 @@ def vector_env(kind: str = "box", mode: AutoresetMode = AutoresetMode.SAME_STEP)
 
 
 class WholeResets(SyncVectorEnv):
-    """Resets all of its environments, whichever it is asked for."""
+    """Resets all of its environments and ignores the mask of a reset."""
 
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         return super().reset(seed=seed)
 
 
 class InterleavedWorkers:
-    """Stands for a collector with two workers, which deliver in turns that nobody knows beforehand.
+    """Replaces a collector with two workers. Their rollouts arrive in an irregular order.
 
     Environment ``i`` of worker ``w`` has the identity ``2 * w + i``, and episodes of 10 steps.
     """

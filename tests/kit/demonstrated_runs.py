@@ -17,11 +17,11 @@ shown = partial(episode, total=99.0)
 
 
 def demonstrated(human: str, **options: Any) -> partial[PPODBuffer]:
-    """Make buffers that begin with a folder of demonstrations."""
+    """Return a factory of buffers that start with a folder of demonstrations."""
     return partial(PPODBuffer, initial_human_demos_dir=human, **{"rho": 0.5, "phi": 0.3, **options})
 
 
 def ppo(recurrent: bool = False, seed: int = 0) -> PPOModule:
-    """Make a small learner."""
+    """Build a small PPO module."""
     torch.manual_seed(seed)
     return PPOModule(RecurrentNetwork("gru", 8) if recurrent else MLPNetwork([8]))

@@ -25,7 +25,7 @@ IMAGES = EnvironmentSpecs(
 
 
 def demo(*rewards: float, **options: Any) -> Demonstration:
-    """A demonstration with these rewards, whose observations and actions count the steps."""
+    """Build a demonstration with these rewards. Its observations and actions count the steps."""
     steps = torch.arange(len(rewards))
     entries = {
         "image": steps.to(torch.uint8).view(-1, 1, 1).expand(-1, 2, 2),
@@ -37,24 +37,24 @@ def demo(*rewards: float, **options: Any) -> Demonstration:
 
 
 def rewarded(total: float = 1.0, length: int = 1, **options: Any) -> Demonstration:
-    """A demonstration of some length with its reward at the end."""
+    """Build a demonstration with ``length`` steps and one reward at its end."""
     return demo(*[0.0] * (length - 1), total, **options)
 
 
 def names(demonstrations: tuple[Demonstration, ...]) -> list[str]:
-    """What tests know the demonstrations by."""
+    """Return the names of the demonstrations."""
     return [each.name for each in demonstrations]
 
 
 def stored(*demonstrations: Demonstration) -> DemonstrationStorage:
-    """A storage of them."""
+    """Return a storage with these demonstrations."""
     storage = DemonstrationStorage(10)
     storage.replace(demonstrations, [])
     return storage
 
 
 def golden_replay() -> tuple[dict[str, torch.Tensor], Demonstration]:
-    """What the reference recorded while it replayed a demonstration, and that demonstration."""
+    """Return the reference's recording of a replayed demonstration, and the demonstration."""
     golden = {key: value.float() for key, value in tensors("ppod_replay_sequence").items()}
     entries = {"observation": golden["demo_observation"][:, None], "action": golden["demo_action"][:, None]}
     steps = TensorDict({**entries, "next": {"reward": golden["demo_reward"][:, None]}}, [4])
@@ -62,7 +62,7 @@ def golden_replay() -> tuple[dict[str, torch.Tensor], Demonstration]:
 
 
 def check_golden(row: TensorDictBase, golden: dict[str, torch.Tensor]) -> None:
-    """Assert that the steps of one environment are those that the reference recorded."""
+    """Assert that the steps of one environment equal the reference's recording."""
     found = {
         "observation": row["observation"],
         "action": row["action"],
@@ -76,14 +76,14 @@ def check_golden(row: TensorDictBase, golden: dict[str, torch.Tensor]) -> None:
 
 
 def episode(length: int = 3, total: float = 1.0, **fields: Any) -> Demonstration:
-    """A demonstration that fits CartPole, whose observations count; its reward is at the end."""
+    """Build a demonstration that fits CartPole. Its observations count, and its reward is at the end."""
     steps = TensorDict({"observation": torch.arange(4.0 * length).view(length, 4)}, [length])
     steps["action"], steps["next", "reward"] = torch.arange(length) % 2, torch.eye(length)[:, -1:] * total
     return Demonstration(steps, **fields)
 
 
 def saved(path: Path, *demonstrations: Demonstration) -> str:
-    """Write them into a folder by their numbers; return its name."""
+    """Write demonstrations into a folder, with their numbers as file names; return the folder's path."""
     path.mkdir(parents=True, exist_ok=True)
     for number, demonstration in enumerate(demonstrations):
         write_demonstration(path / f"{number}.safetensors", demonstration)
@@ -91,12 +91,12 @@ def saved(path: Path, *demonstrations: Demonstration) -> str:
 
 
 def coin(step: TensorDictBase) -> TensorDictBase:
-    """A policy that takes one of two actions."""
+    """Take one of two actions at random."""
     return step.set("action", torch.randint(2, step.batch_size))
 
 
 def recorded(path: Path, env: Any = "CartPole-v1", policy: Any = coin, episodes: int = 6) -> str:
-    """Write episodes of a policy into a folder; return its name."""
+    """Write episodes of a policy into a folder; return the folder's path."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return saved(path, *record_demonstrations(env, policy, episodes, seed=0))

@@ -1,4 +1,4 @@
-"""Steps as l2r-lab and Velora name them; their numbers tell which they are."""
+"""Steps with the names of l2r-lab and Velora. Their numbers identify them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torchrl_lightning.velora.buffer_files import NAMES
 
 
 def simple_step(number: float, **changes: Any) -> dict[str, Any]:
-    """A step of l2r-lab's simple buffer; odd ones are terminal."""
+    """Build a step of l2r-lab's simple buffer; odd steps are terminal."""
     act = SimpleNamespace(action=np.array([number, -number]))
     step = {"obs": [number], "next_obs": [number + 0.5], "act": act, "rew": 2 * number, "done": number % 2 == 1}
     return {**step, **changes}
 
 
 def choice(value: float = 0.0) -> SimpleNamespace:
-    """What an agent of l2r-lab says at an observation."""
+    """Build the output of an l2r-lab agent for one observation."""
     return SimpleNamespace(action=torch.zeros(1), value=torch.tensor([value]), logp=-1.0)
 
 
 def path_step(number: int, reward: float = 1.0, value: float = 0.0, **flags: Any) -> dict[str, Any]:
-    """A step of l2r-lab's buffer of paths."""
+    """Build a step of l2r-lab's buffer of paths."""
     return {"obs": torch.tensor([float(number)]), "act": choice(value), "rew": reward, **flags}
 
 
 def columns(start: int, count: int) -> dict[str, Tensor]:
-    """Transitions of Velora's buffer; each third is terminal."""
+    """Build transitions of Velora's buffer; every third one is terminal."""
     number = torch.arange(start, start + count, dtype=torch.float32).unsqueeze(1)
     return {
         "states": number.expand(count, 3),
@@ -44,6 +44,6 @@ def columns(start: int, count: int) -> dict[str, Tensor]:
 
 
 def stored(buffer: RecurrentReplayBuffer) -> dict[str, Tensor]:
-    """The six tensors that Velora's buffer shows."""
+    """Return the six public tensors of Velora's buffer."""
     state = buffer.state_dict()
     return {name: state[name] for name in NAMES}

@@ -1,4 +1,4 @@
-"""Transitions, plain and under PyTorchRL's names, and a DataModule that has models of them fitted."""
+"""Transitions, plain and under PyTorchRL's names, and a DataModule for fitting dynamics models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ golden = partial(tensors, "model_based_batches")
 
 
 def golden_slice(action: str = "action") -> dict[str, torch.Tensor]:
-    """The golden transitions, time-major ``[10, 1, ...]``."""
+    """Return the golden transitions, time-major ``[10, 1, ...]``."""
     arrays = golden()
     found = {
         "Observation": arrays["obs"],
@@ -28,7 +28,7 @@ def golden_slice(action: str = "action") -> dict[str, torch.Tensor]:
 
 
 def numbered(first: int, last: int, envs: int = 1, **changes: Any) -> dict[str, torch.Tensor]:
-    """Steps ``[first, last)`` of some environments whose observations are ``100 * env + step``."""
+    """Build the steps ``[first, last)`` of ``envs`` environments, with the observations ``100 * env + step``."""
     at = torch.arange(first, last, dtype=torch.float32)[:, None] + 100.0 * torch.arange(envs)
     steps = {
         "Observation": at.unsqueeze(-1),
@@ -41,7 +41,7 @@ def numbered(first: int, last: int, envs: int = 1, **changes: Any) -> dict[str, 
 
 
 def rows(count: int, seed: int = 0, width: int = 3, actions: int = 2) -> TensorDict:
-    """Random transitions ``[count]``."""
+    """Build random transitions ``[count]``."""
     rng = torch.Generator().manual_seed(seed)
     flag = torch.zeros(count, 1, dtype=torch.bool)
     observation = torch.randn(count, width, generator=rng)
@@ -55,7 +55,7 @@ def rows(count: int, seed: int = 0, width: int = 3, actions: int = 2) -> TensorD
 
 
 def model_data(**settings: Any) -> DynamicsDataModule:
-    """Three fits of four epochs to Pendulum: to 40 rows, to 50 and to 60."""
+    """Make data for three fits of four epochs to Pendulum: with 40, 50 and 60 rows."""
     frames = {"warmup_frames": 40, "frames_per_fit": 10, "total_frames": 60, "reset_at_each_batch": True}
     sizes = {"batch_size": 16, "num_members": 3, "max_epochs_per_fit": 4, "eval_episodes": 1}
     buffer = {"buffer": partial(MBReplayBuffer, 1000)}

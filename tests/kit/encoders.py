@@ -1,4 +1,4 @@
-"""Encoders of observations as users write them: a sound one, and one for each fault."""
+"""Encoders of observations as users write them: one without a fault, and one for each fault."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrl_lightning.agents import Network
 
 
 class Encoder(nn.Module):
-    """A sound encoder of one vector, from which each faulty one differs in one method."""
+    """An encoder of one vector without a fault. Each faulty encoder differs from it in one method."""
 
     def __init__(self, inputs: int, width: int = 6) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Encoder(nn.Module):
 
 @dataclass
 class EncodedBy(MLPNetwork):
-    """A network of a user's encoder."""
+    """A network with a user's encoder."""
 
     kind: Any = Encoder
 
@@ -35,14 +35,14 @@ class EncodedBy(MLPNetwork):
 
 
 class Plain:
-    """An object that has nothing but ``encoder``."""
+    """An object with only the method ``encoder``."""
 
     def encoder(self, specs: Any) -> nn.Module:
         return Encoder(specs[0].shape[-1])
 
 
 class Inherited(Network):
-    """The least that inherits."""
+    """The smallest subclass of ``Network``."""
 
     def encoder(self, specs: Any) -> nn.Module:
         return Encoder(specs[0].shape[-1])

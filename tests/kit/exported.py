@@ -157,7 +157,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Agent:
-    """An agent: its family, spaces and network, and whether it normalises observations and clips actions."""
+    """The settings of an agent: family, spaces, network, normalisation of observations and clipping of actions."""
 
     family: str
     observation: str
@@ -277,7 +277,7 @@ def entry_name(key: Any) -> str:
 
 
 def by_name(batch: Any, prefix: str = "") -> dict[str, Array]:
-    """Name the entries of a batch as the guide does: the parts of a nested name are joined by dots."""
+    """Name the entries of a batch as the guide does: dots join the parts of a nested name."""
     if not isinstance(batch, Mapping):
         return {prefix or "observation": batch}
     entries: dict[str, Array] = {}
@@ -287,7 +287,7 @@ def by_name(batch: Any, prefix: str = "") -> dict[str, Array]:
 
 
 def random_rows(space: spaces.Space[Any], rows: int, seed: int) -> Any:
-    """Sample rows ``[N, *F]`` of a space, in dictionaries as in the space."""
+    """Sample rows ``[N, *F]`` of a space, with the same nested dictionaries as the space."""
     batched = batch_space(space, rows)
     batched.seed(seed)
     return batched.sample()

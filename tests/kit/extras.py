@@ -1,4 +1,4 @@
-"""Packages of extras: tests that need one are skipped without it."""
+"""Packages of the optional extras. Tests that need a missing package are skipped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGES = {
     "minigrid": ("minigrid",),
     "mujoco": ("mujoco", "imageio"),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
-    "ppo_minigrid_fourrooms": ("minigrid",),  # whose wrapper is looked up
+    "ppo_minigrid_fourrooms": ("minigrid",),  # the config looks up its wrapper
     "ray": ("ray",),
     "robotics": ("gymnasium_robotics",),
     "video": ("moviepy", "pygame"),
@@ -21,9 +21,9 @@ PACKAGES = {
 
 
 def need_extra(option: str) -> None:
-    """Skip the test if a package is missing that an option of a group of configs needs."""
+    """Skip the test if a package that a config option needs is missing."""
     for package in PACKAGES.get(option, ()):
         with warnings.catch_warnings():
-            # SWIG's modules end the process where one of their warnings is an error.
+            # An import of SWIG's modules ends the process if one of their warnings is an error.
             warnings.simplefilter("ignore")
             pytest.importorskip(package)

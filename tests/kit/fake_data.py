@@ -1,4 +1,4 @@
-"""DataModules without environments: batches that are known beforehand, a frame counter, finished episodes."""
+"""DataModules without environments: batches that are known in advance, a frame counter, finished episodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kit.transitions import sequences, transitions
 
 
 class Loader:
-    """Sized and re-iterable, as the loaders of our DataModules."""
+    """A sized and re-iterable loader, like the loaders of our DataModules."""
 
     def __init__(self, length: int, make: Any) -> None:
         self.length, self.make = length, make
@@ -32,18 +32,18 @@ def exploration(module: Any) -> float:
 
 
 class FakeData(L.LightningDataModule):
-    """Acts on random observations and makes advantages up; 100 more frames an epoch.
+    """Acts on random observations with random advantages. An epoch has 100 frames.
 
     Args:
-        batches: how many there are in an epoch.
-        specs: of the environments.
-        total_frames: the end of the run.
-        edit: changes a batch before it is served.
-        note: what is noted of the module before each batch.
+        batches: The number of batches in an epoch.
+        specs: The specs of the environments.
+        total_frames: The end of the run.
+        edit: Changes a batch before it is served.
+        note: Returns a value of the module that is stored before each batch.
 
     Attributes:
-        served: the batches, as the module left them.
-        noted: what was noted.
+        served: The batches, with the module's changes.
+        noted: The values that ``note`` returned.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class FakeData(L.LightningDataModule):
             yield batch
 
     def make(self, module: Any, rng: torch.Generator) -> Iterator[TensorDict]:
-        """Give the batches of an epoch, and count their frames."""
+        """Yield the batches of an epoch, and count their frames."""
         self.frames += 100
         shape = (self.batches, 16)
         observation = torch.randn(*shape, 2, 4, generator=rng)
@@ -110,7 +110,7 @@ class FakeData(L.LightningDataModule):
 
 
 class FakeReplay(FakeData):
-    """Random transitions, or sequences where the module has a memory; 10 more frames a batch."""
+    """Random transitions, or sequences if the module is recurrent. A batch has 10 frames."""
 
     def make(self, module: Any, rng: torch.Generator) -> Iterator[TensorDict]:
         for _ in range(self.batches):

@@ -1,4 +1,4 @@
-"""Ray's actors in one thread of this process, which die and come back when a test says so."""
+"""Ray's actors in one thread of this process. A test lets them die and restart."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ObjectLostError(Exception):
 
 
 class FakeRay:
-    """What of Ray's module a replay service uses; what is sent is copied, and its arrays cannot be written to."""
+    """The part of Ray's module that a replay service uses. It copies all messages, and their arrays are read-only."""
 
     exceptions = SimpleNamespace(
         RayTaskError=RayTaskError,
@@ -93,7 +93,7 @@ class FakeRay:
         except (RayActorError, ObjectLostError, OutOfMemoryError):
             raise
         except TimeoutError as error:
-            if ref.done():  # the request has raised it
+            if ref.done():  # the request itself raised it
                 raise RayTaskError(error) from error
             raise GetTimeoutError(f"no answer in {timeout:g} s") from error
         except Exception as error:
@@ -106,7 +106,7 @@ class FakeRay:
         return list(ready), list(others)
 
     def settled(self) -> Future[None]:
-        """Return what is done when what was cancelled is."""
+        """Return a future that is done after all cancelled calls have ended."""
 
         async def nothing() -> None:
             await asyncio.sleep(0)
@@ -124,7 +124,7 @@ class FakeRay:
 
 
 class Actor:
-    """A handle, and what it stands for."""
+    """A handle and its instance."""
 
     def __init__(self, ray: FakeRay, kind: type, args: Any) -> None:
         self._ray, self._kind, self._args = ray, kind, args
@@ -146,12 +146,12 @@ class Actor:
 
     @property
     def buffer(self) -> Any:
-        """What a shard of a replay service holds."""
+        """The buffer of a replay service's shard."""
         return self.instance._buffer
 
     @property
     def calls(self) -> int:
-        """How many are under way."""
+        """The number of running calls."""
         return len(self._under_way)
 
     async def _called(self, name: str, args: Any) -> Any:
@@ -188,7 +188,7 @@ class Actor:
         self._cancel()
 
     def die(self) -> None:
-        """Lose all that it holds, fail what is under way, and be built again, as Ray does."""
+        """Lose all contents, let running calls fail, and build the instance again, as Ray does."""
         self._ended = "it died"  # no request may reach the old instance
         self._cancel()
         with mock.patch.object(self._ray, "is_back", True):
@@ -204,7 +204,7 @@ def _known(number: int) -> Actor:
 
 
 def sent(value: Any) -> Any:
-    """Return what arrives at the other end."""
+    """Return the value as the receiver gets it."""
     buffers: list[pickle.PickleBuffer] = []
     pickled = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     return pickle.loads(pickled, buffers=[bytes(buffer.raw()) for buffer in buffers])  # arrays are read-only, as in Ray
@@ -212,7 +212,7 @@ def sent(value: Any) -> Any:
 
 @contextmanager
 def fake_ray() -> Iterator[FakeRay]:
-    """Put it in Ray's place."""
+    """Replace the module ``ray`` by a ``FakeRay``."""
     ray = FakeRay()
     known, sys.modules["ray"] = sys.modules.get("ray"), ray  # type: ignore[assignment]
     try:

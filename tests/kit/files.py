@@ -1,4 +1,4 @@
-"""What comes back out of files."""
+"""States and logs that are read back from files."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Processes forked from one that has imported what they need: a fresh one takes seconds for that.
+"""Fork processes from one that has imported all libraries, because a fresh process needs seconds for the imports.
 
-Forked from that of the tests they compute with small batches alone: where it has computed in several threads, a product
-of large matrices waits in them for threads that are not there. A bare one comes from a process that has only imported
-other people's libraries, and may do anything.
+Processes that are forked from the tests' process may only compute with small batches. If the parent has computed in
+several threads, a product of large matrices in the child waits for threads that a fork does not copy. A bare process
+is forked from one that has only imported third-party libraries, and is without this limit.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _LIBRARIES = ["torch", "torchrl.collectors", "torchrl.objectives", "lightning", 
 
 @contextmanager
 def forked_workers() -> Iterator[None]:
-    """Fork the processes that start here, of collectors and vector environments, where users' are spawned."""
+    """Fork the processes that collectors and vector environments start here; a user's processes are spawned."""
     with mock.patch.object(multiprocessing, "get_context", return_value=_FORK), preserve_num_threads():
-        torch.set_num_threads(1)  # a forked process has no others
+        torch.set_num_threads(1)  # a fork does not copy threads
         yield
 
 
 class Forked:
-    """Run a function in a process of its own, in a folder, as a terminal would.
+    """Run a function in a separate process and in a folder, as a terminal would.
 
     Args:
-        run: what it does; a ``SystemExit`` gives its status.
-        folder: where it works.
-        said: the file for what it writes to stdout and stderr.
-        variables: of its environment, beside those of this process.
-        session: it leads a session, so that ``killpg`` reaches it and all that it starts.
-        bare: it comes from a process without our package, and ``run`` travels as a pickle.
+        run: The function; a ``SystemExit`` sets the exit status.
+        folder: The working directory.
+        said: The file for stdout and stderr.
+        variables: Additional environment variables.
+        session: Makes the process a session leader, so that ``killpg`` also reaches the processes that it starts.
+        bare: Forks from a process without our package, and sends ``run`` as a pickle.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class Forked:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = said or folder / "said"
-        with mock.patch.dict(os.environ, PYTHONWARNINGS="ignore"):  # of the locks that killed processes leave to it
-            resource_tracker.ensure_running()  # else each process starts one
+        with mock.patch.dict(os.environ, PYTHONWARNINGS="ignore"):  # killed processes leave it their locks
+            resource_tracker.ensure_running()  # otherwise each process starts its own
         context = _BARE if bare else _FORK
         if bare:
             _BARE.set_forkserver_preload(_LIBRARIES)
@@ -76,24 +76,24 @@ class Forked:
         known = environment() | dict(variables or {})
         self._process = context.Process(target=_run, args=(run, folder, self._file, known, session))
         with preserve_num_threads():
-            torch.set_num_threads(1)  # a forked process has no others
+            torch.set_num_threads(1)  # a fork does not copy threads
             self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
 
     @property
     def said(self) -> str:
-        """What it has written by now."""
+        """The output so far."""
         return self._file.read_text() if self._file.exists() else ""
 
     def ends(self, seconds: float = 300) -> int:
-        """Wait; return its status, negative for a signal."""
+        """Wait for the end; return the exit status, which is negative for a signal."""
         self._process.join(seconds)
         assert self._process.exitcode is not None, f"still running after {seconds} s:\n{self.said}"
         return self._process.exitcode
 
     def waits_for(self, condition: Callable[[], object], seconds: float = 300) -> None:
-        """Wait until something holds while it runs."""
+        """Wait until a condition is true while the process runs."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert self._process.is_alive(), self.said
@@ -101,17 +101,17 @@ class Forked:
             time.sleep(0.01)
 
     def send(self, number: int) -> None:
-        """Send a signal to it alone."""
+        """Send a signal to this process, not to its children."""
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it, if it has not ended."""
+        """Kill the process if it still runs."""
         self._process.kill()
         self._process.join()
 
 
 def as_script(path: Path | str, *arguments: str) -> Callable[[], object]:
-    """Return what runs a script as ``python path arguments`` does."""
+    """Return a function that runs a script as ``python path arguments`` does."""
     return partial(_run_script, str(path), arguments)
 
 
@@ -123,9 +123,9 @@ def _run_script(path: str, arguments: tuple[str, ...]) -> None:
 
 @contextmanager
 def held_by_another(folder: Path, home: Path, *name: Path) -> Iterator[int]:
-    """Let another process, which works in ``home``, hold the lock of a run's folder; yield its number.
+    """Let another process, which works in ``home``, hold the lock of a run's folder; yield its process id.
 
-    Another lock than a run's is held by its ``name``.
+    ``name`` selects a lock other than the run's.
     """
 
     def hold() -> None:
@@ -142,13 +142,13 @@ def held_by_another(folder: Path, home: Path, *name: Path) -> Iterator[int]:
 
 
 def killed_after(seconds: float, write: Callable[..., Iterator[int]], *arguments: Any, first: int = 1) -> list[int]:
-    """Let a process write on and on, and kill it; return the numbers that it has said.
+    """Let a process write until it is killed; return the numbers that it has printed.
 
     Args:
-        seconds: how long it lives after its first ones.
-        write: what it does; yields each number when it has written it.
-        arguments: what with.
-        first: how many numbers are waited for.
+        seconds: The time from the first numbers to the kill.
+        write: A function that yields each number after it has written it.
+        arguments: The arguments of ``write``.
+        first: How many numbers to wait for.
     """
 
     def run() -> None:
@@ -164,7 +164,7 @@ def killed_after(seconds: float, write: Callable[..., Iterator[int]], *arguments
 
 
 def as_started(part: Any) -> bytes:
-    """Pickle something for processes forked later as for one that is started and imports everything anew."""
+    """Pickle an object for later forked processes as for a started one that imports everything again."""
     popen = SimpleNamespace(duplicate_for_child=os.dup, DupFd=_Inherited)
     multiprocessing.context.set_spawning_popen(popen)
     try:
@@ -174,7 +174,7 @@ def as_started(part: Any) -> bytes:
 
 
 class _Inherited:
-    """A descriptor that the other process has, too."""
+    """A file descriptor that the forked process inherits."""
 
     def __init__(self, file: int) -> None:
         self.file = file
@@ -186,8 +186,8 @@ class _Inherited:
 def _run(run: Callable[[], object], folder: Path, said: Path, variables: Mapping[str, str], session: bool) -> None:
     if session:
         os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what the tests have imported may have changed it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process ignores it by default
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # imports of the tests may have changed it
     os.environ.clear()
     os.environ.update(variables)
     warnings.resetwarnings()

@@ -1,4 +1,4 @@
-"""A goal environment as those of gymnasium-robotics, without a simulator."""
+"""A goal environment in the style of gymnasium-robotics, without a simulator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gymnasium import spaces
 
 
 class Reach(gym.Env[dict[str, Any], Any]):
-    """Move a point to a goal; the reward is 0 within 0.05 of it and -1 elsewhere, and an episode has 8 steps."""
+    """Move a point to a goal. The reward is 0 within 0.05 of the goal and -1 elsewhere. An episode has 8 steps."""
 
     def __init__(self, render_mode: str | None = None) -> None:
         self.render_mode = render_mode

@@ -15,7 +15,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
 def arrays(name: str, prefix: str = "") -> dict[str, Any]:
-    """Return the arrays of a file whose names begin so, under the rest of their names."""
+    """Return the arrays of a file with names that start with ``prefix``, without the prefix."""
     with np.load(DATA / f"{name}.npz") as file:
         return {key.removeprefix(prefix): file[key] for key in file.files if key.startswith(prefix)}
 
@@ -25,7 +25,7 @@ def tensors(name: str, prefix: str = "") -> dict[str, Tensor]:
 
 
 def load(name: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Return the tensors of a file, of which those of numbers have this dtype."""
+    """Return the tensors of a file. Floating-point tensors with at least one dimension have ``dtype``."""
     return {
         key: value.to(dtype) if value.dim() and value.is_floating_point() else value
         for key, value in tensors(name).items()

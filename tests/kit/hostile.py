@@ -1,4 +1,4 @@
-"""Configs that somebody put into a checkpoint to run code, or to write, read or fill the memory with it."""
+"""Configs that an attacker puts into a checkpoint to run code, to write or read files, or to fill the memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchrl_lightning import EnvironmentRecipe, MLPNetwork, OnPolicyDataModule,
 from torchrl_lightning._core.checksums import CHECKSUMS_KEY
 from torchrl_lightning.deploy.loading import CONFIG
 
-MODULE = "hostile_module"  # what it does when it is imported, a test decides
+MODULE = "hostile_module"  # the test defines the effect of its import
 RECIPE = "torchrl_lightning.EnvironmentRecipe"
 MODEL = {
     "_target_": "torchrl_lightning.PPOModule",
@@ -40,7 +40,7 @@ class _Keeps(Callback):
 
 
 def checkpoint_of_a_run(folder: Path) -> dict[str, Any]:
-    """Return the checkpoint of a run of one rollout, without its checksums, as whoever changes it would."""
+    """Return the checkpoint of a run of one rollout, without its checksums, as an attacker would store it."""
     arguments = {name: value for name, value in DATA.items() if name[0] != "_"}
     data = OnPolicyDataModule(**{**arguments, "env": EnvironmentRecipe("CartPole-v1")})
     run = trainer(max_epochs=1, limit_val_batches=0, callbacks=[_Keeps()])
@@ -63,7 +63,7 @@ def changed(config: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
 
 
 def models(canary: str) -> dict[str, Any]:
-    """Configs of a model by what is wrong with each; what would run writes the canary."""
+    """Return model configs by the name of their fault. If the config's code runs, it writes the canary."""
     command = f"touch {canary}"
     system = {"_target_": "os.system", "command": command}
     target = {
@@ -156,7 +156,7 @@ def models(canary: str) -> dict[str, Any]:
 
 
 def recipes(canary: str) -> dict[str, dict[str, Any]]:
-    """Settings of a recipe by what is wrong with each."""
+    """Return settings of a recipe by the name of their fault."""
     base = {"id": "CartPole-v1"}
     wrapper = {
         "a function": {"_target_": "os.system", "command": f"touch {canary}"},
@@ -193,7 +193,7 @@ def recipes(canary: str) -> dict[str, dict[str, Any]]:
 
 
 def datas(canary: str) -> dict[str, Any]:
-    """Configs of a DataModule by what is wrong with each."""
+    """Return configs of a DataModule by the name of their fault."""
     system = {"_target_": "os.system", "command": f"touch {canary}"}
     return {
         **{f"recipe: {name}": changed(DATA, "env", {**DATA["env"], **each}) for name, each in recipes(canary).items()},

@@ -1,4 +1,4 @@
-"""Environments that show images, without a simulator."""
+"""Environments with image observations, without a simulator."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torchrl_lightning import FrameStack
 
 
 class CountedImages(gymnasium.Env[Any, Any]):
-    """Shows its step as an image and a number, and rewards with it; each episode is ``growth`` longer than the last.
+    """Observes its step count as an image and a number; the reward is the count.
 
     Args:
-        shape: of the image.
+        shape: The shape of the image.
         end: ``terminated``, ``truncated`` or ``never``.
-        length: of the first episode.
-        growth: of each that follows.
-        drawn: its images are drawn, so that no two are alike.
-        alone: it shows the image alone.
+        length: The length of the first episode.
+        growth: The number of additional steps in each further episode.
+        drawn: Draws random images, so that no two are equal.
+        alone: Observes only the image.
     """
 
     action_space = spaces.Discrete(2)
@@ -60,7 +60,7 @@ class CountedImages(gymnasium.Env[Any, Any]):
 
 
 class RandomImages(gymnasium.Env[Any, Any]):
-    """Shows random images, or, of two colors, images of one, alike by chance; its episodes have a few steps."""
+    """Observes random images. With two colors, each image has a single color. Its episodes have a few steps."""
 
     action_space = spaces.Discrete(2)
 
@@ -83,7 +83,7 @@ class RandomImages(gymnasium.Env[Any, Any]):
 
 
 class StackedSteps:
-    """Steps of random images, as a recipe stacks them; ``frames`` are the images before and after the last one."""
+    """Steps of random images with a recipe's frame stack. ``frames`` are the images before and after the last step."""
 
     frames: tuple[torch.Tensor, ...] = ()
 
@@ -107,7 +107,7 @@ class StackedSteps:
 
 
 class Mission(CountedImages):
-    """Tells a mission beside images, and never ends."""
+    """Adds a text to the images, and never ends."""
 
     def __init__(self, shape: tuple[int, ...] = (5, 5, 2)) -> None:
         super().__init__(shape, "never")
@@ -118,7 +118,7 @@ class Mission(CountedImages):
 
 
 class ImageAlone(gymnasium.ObservationWrapper[Any, Any, Any]):
-    """The image alone, in a layout: ``hwc`` as it is, ``chw``, or one channel ``hw``."""
+    """Observes only the image, in the layout ``hwc`` (unchanged), ``chw``, or ``hw`` (one channel)."""
 
     def __init__(self, env: Any, layout: str) -> None:
         super().__init__(env)
@@ -133,5 +133,5 @@ class ImageAlone(gymnasium.ObservationWrapper[Any, Any, Any]):
 
 
 def first_action(step: Any) -> Any:
-    """Act 0, as a policy that is a function."""
+    """Take action 0, as a policy that is a function."""
     return step.set("action", torch.zeros(step.batch_size, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""Small agents of each kind, and data that they learn from."""
+"""Small agents of each kind, and data for their training."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ def learner(case: str, network: Any = "mlp", **settings: Any) -> Any:
 
 
 def data_of(case: str, batches: int = 3, **settings: Any) -> Any:
-    """Make what it learns from."""
+    """Build the data for an agent's training."""
     return (FakeData if case in ON_POLICY else FakeReplay)(batches, specs=SPECS[case], **settings)

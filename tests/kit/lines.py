@@ -1,4 +1,4 @@
-"""A line to walk, demonstrations of it, and what collects and acts there."""
+"""An environment that counts its steps, demonstrations of it, and collectors and policies for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchrl_lightning.environments.normalization import NormalizedPolicy, Obser
 
 
 class Line(gymnasium.Env[Any, Any]):
-    """Counts its steps, from a number that differs by episode, and terminates at the third."""
+    """Counts its steps from ``start``, and terminates at the third."""
 
     def __init__(self, shape: tuple[int, ...] = (1,), start: float = 0.0) -> None:
         self.observation_space = spaces.Box(-np.inf, np.inf, shape, np.float32)
@@ -49,14 +49,14 @@ def line_demo(length: int = 4, first: float = 100.0, last: float | None = None, 
 
 
 class Counting(Line):
-    """Shows how many steps were made in it ever."""
+    """Observes the number of steps over all its episodes."""
 
     def _shown(self) -> Any:
         return np.full(1, self.steps, np.float32)
 
 
 class Scripted(DemonstrationSampler):
-    """Draws what it is told to: places in ``D_R``, None for the environment; the last one again and again."""
+    """Draws the given indices of reward demonstrations in order, None for the environment, and repeats the last one."""
 
     def __init__(self, *places: int | None) -> None:
         super().__init__()
@@ -68,7 +68,10 @@ class Scripted(DemonstrationSampler):
 
 
 def imitator() -> TensorDictModule:
-    """Acts as it observes, with a log-probability of -0.5 and a value of three times what is more than 50."""
+    """Build a policy that copies its observation, with a log-probability of -0.5.
+
+    The value is three times an observation above 50, and otherwise 0.
+    """
 
     def act(observation: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return observation.clone(), torch.full(observation.shape[:1], -0.5), 3 * observation.where(observation > 50, 0)
@@ -95,7 +98,7 @@ def actor_of(env: Any, network: Any = None, normalised: bool = False) -> Any:
 
 
 def check_memory(batch: TensorDictBase, policy: Any, key: str) -> None:
-    """Assert that a recurrent state ``[N, T]`` is that of a policy that saw these observations, and nothing else."""
+    """Assert that a recurrent state ``[N, T]`` is the state of a policy that saw exactly these observations."""
     starts = batch["is_init"][..., 0]
     state = torch.zeros_like(batch[key][:, 0])
     for t in range(batch.shape[1]):

@@ -1,4 +1,4 @@
-"""An environment that says which actions it allows, and raises if another is taken."""
+"""An environment that returns an action mask, and raises an error if a masked action is taken."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from gymnasium import spaces
 
 
 class Doors(gymnasium.Env[Any, Any]):
-    """Some of four doors are open, others at each step; the first that is open gives 1. Observes where and a mask."""
+    """Opens some of four doors at random in each step.
+
+    The first open door pays 1. Observes the open doors and a mask.
+    """
 
     def __init__(self, parts: tuple[int, ...] = (4,), steps: int = 5, last: int = 0) -> None:
         self.parts, self.steps, self.last = parts, steps, last

@@ -1,4 +1,4 @@
-"""An environment that does one thing wrong, and as many such things as there are."""
+"""An environment with one fault, and a list of all faults."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from gymnasium import spaces
 
 @dataclass(frozen=True)
 class Fault:
-    """What an environment does wrong.
+    """One fault of an environment.
 
     Args:
-        call: where: in ``make``, ``reset``, ``step`` or ``close``.
-        does: is called there.
-        becomes: changes what is returned there.
-        at: the step of the episode from which on it does so.
-        says: a pattern of the line that tells it.
+        call: The faulty call: ``make``, ``reset``, ``step`` or ``close``.
+        does: A function that the call runs.
+        becomes: Changes the returned value of the call.
+        at: The first step of the episode with the fault.
+        says: A pattern of the error message.
+        space: The observation space: ``box`` or ``count``.
     """
 
     call: str
@@ -36,7 +37,7 @@ class Fault:
 
 
 class Misbehaving(gymnasium.Env[Any, Any]):
-    """Returns zeros in episodes of six steps, but for one fault."""
+    """Returns zeros in episodes of six steps, with one fault."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault, self.t = fault, 0
@@ -85,7 +86,7 @@ def sleeps() -> None:
 
 
 def insists() -> None:
-    """Sleep, whatever interrupts it."""
+    """Sleep, and ignore every exception that interrupts it."""
     while True:
         with suppress(Exception):
             time.sleep(600)
@@ -101,7 +102,7 @@ _TEXT = np.array(["a", "b", "c"])
 
 
 def _returned(call: str) -> dict[str, Fault]:
-    """Faults of what ``reset`` and ``step`` return alike."""
+    """Return the faults that ``reset`` and ``step`` share."""
     what = {
         "nothing": (lambda _: None, "None"),
         "the observation alone": (lambda returned: returned[0], "ndarray|shape|values"),

@@ -1,4 +1,4 @@
-"""Modules that show in which mode they compute."""
+"""Modules with dropout, so that training and evaluation mode give different results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def dropping(module: Any) -> Any:
-    """Put dropout behind each hidden activation."""
+    """Put dropout after each hidden activation."""
     for part in list(module.modules()):
         for name, child in list(part.named_children()):
             if isinstance(child, nn.Tanh | nn.ReLU):

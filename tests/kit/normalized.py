@@ -1,4 +1,4 @@
-"""The statistics that a run normalises by, as its state says, and all that its collector has delivered."""
+"""The normalisation statistics in a run's state, and all rollouts that its collector has delivered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrl_lightning.environments import environment_specs, make_vector_env
 
 
 class Recording(GymnasiumCollector):
-    """Remembers what it has collected, ``[N, T]`` each."""
+    """Stores its rollouts ``[N, T]``."""
 
     def rollout(self) -> Any:
         batch = super().rollout()
@@ -30,12 +30,12 @@ def recording(num_envs: int, frames: int, **kwargs: Any) -> Any:
 
 
 def all_of(data: Any, *key: str) -> Tensor:
-    """Return an entry of everything that a run's collector has delivered, ``[N, T]``."""
+    """Return an entry of all rollouts of a run's collector, ``[N, T]``."""
     return torch.cat([batch[key] for batch in data.collector.recorded], 1)
 
 
 def statistics_of(data: Any, observation: bool = True) -> dict[str, Moments]:
-    """Return the moments of all that a run has noted: of its observation, and of the discounted sums of its rewards."""
+    """Return the moments in a run's state: of the observation, and of the discounted sums of rewards."""
     state = data.state_dict()
     kept = Normalization(observation, True, 10.0)
     kept.specs(environment_specs(make_vector_env("CartPole-v1", 1)))
@@ -51,7 +51,7 @@ def statistics_of(data: Any, observation: bool = True) -> dict[str, Moments]:
 
 
 def check_statistics(data: Any, observation: bool = True, gamma: float = 0.99) -> None:
-    """Compare a run's statistics with those of everything that its collector has delivered, computed step by step."""
+    """Compare a run's statistics with the statistics of all its rollouts, computed step by step."""
     found = statistics_of(data, observation)
     if observation:
         rows = all_of(data, "observation").flatten(0, 1).double().numpy()
@@ -68,7 +68,7 @@ def check_statistics(data: Any, observation: bool = True, gamma: float = 0.99) -
 
 
 class Checking(L.Callback):
-    """Checks the statistics behind each epoch, and counts how often."""
+    """Checks the statistics after each epoch, and counts the checks."""
 
     def __init__(self, **settings: Any) -> None:
         self.settings, self.checks = settings, 0

@@ -1,7 +1,7 @@
 """Random operations on a replay buffer and on plain lists of its steps.
 
-The lists know by themselves where trajectories begin and end. After each operation everything that the buffer derives
-is compared with them: episodes, n-step returns, episodic returns, stacks, goals, windows, priorities.
+The lists store the borders of trajectories independently. After each operation everything that the buffer derives is
+compared with them: episodes, n-step returns, episodic returns, stacks, goals, windows, priorities.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torchrl_lightning.replay import sequences
 
 
 class Twin:
-    """A buffer, and plain lists of its steps, to which the same operations are applied.
+    """A buffer and plain lists of its steps. Each operation is applied to both.
 
     Args:
-        settings: what the buffer is built with.
+        settings: The settings of the buffer.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -31,14 +31,14 @@ class Twin:
         self.buffer = settings.build()
         self.lanes = [Lane() for _ in range(settings.num_envs)]
         self.trajectories = self.labels = self.serial = 0
-        self.has_matched = False  # whether successors may tell of cuts
-        self.late: list[tuple[TensorDictBase, list[tuple[int, int, int]]]] = []  # batches, and the steps in them
+        self.has_matched = False  # True if a successor that differs means a cut
+        self.late: list[tuple[TensorDictBase, list[tuple[int, int, int]]]] = []  # batches, and their steps
         self.highest = 1.0
 
     # ------------------------------------------------------------------ episodes, by looking
 
     def borders(self, lane: Lane) -> list[int]:
-        """Positions at which an episode begins."""
+        """Return the positions at which episodes begin."""
         found = [0]
         for p in range(1, len(lane.steps)):
             before, step = lane.steps[p - 1], lane.steps[p]
@@ -48,7 +48,7 @@ class Twin:
         return found
 
     def episode(self, lane: Lane, p: int) -> tuple[int, int]:
-        """First and last position of the episode of a step."""
+        """Return the first and last position of the episode of a step."""
         borders = self.borders(lane)
         begin = max(border for border in borders if border <= p)
         return begin, min([border for border in borders if border > p] + [len(lane.steps)]) - 1
@@ -60,13 +60,13 @@ class Twin:
         lane.trajectory, lane.time = self.trajectories, 0
         self.trajectories += 1
         if from_zero and lane.steps:
-            lane.label = lane.steps[-1].label  # a new collector counts again
+            lane.label = lane.steps[-1].label  # a new collector starts to count again
         else:
             self.labels += 1
             lane.label = self.labels
 
     def write(self) -> None:
-        """Write steps of some environments; some restart first, or between."""
+        """Write steps of some environments. Some environments restart first, or between the steps."""
         settings, rng = self.settings, self.rng
         envs = sorted(rng.sample(range(settings.num_envs), rng.randint(1, settings.num_envs)))
         count, rows, written = rng.choice((1, 1, 2, 3, 5)), [], {env: [] for env in envs}
@@ -109,7 +109,7 @@ class Twin:
                 first.cut = by_successor and inside and not continues
                 if self.settings.seams == "ids" and lane.reloaded and inside:
                     first.cut = not continues
-            first.cut |= lane.pending_cut and not first.init  # a flag takes the place of a cut
+            first.cut |= lane.pending_cut and not first.init  # the flag replaces a cut
             lane.pending_cut = lane.reloaded = False
             for step in steps:
                 step.priority = max(1.0, self.highest)
@@ -128,7 +128,7 @@ class Twin:
             self.restart(lane)
 
     def drop(self) -> None:
-        """Take steps out of some environments, or all of them."""
+        """Remove some or all steps of some environments."""
         envs = sorted(self.rng.sample(range(self.settings.num_envs), self.rng.randint(1, self.settings.num_envs)))
         most = min(len(self.lanes[env].stored) for env in envs)
         count = self.rng.randint(1, most) if most and self.rng.random() < 0.8 else None
@@ -141,13 +141,13 @@ class Twin:
                 lane.pending_cut = bool(lane.steps) and not lane.steps[-1].done
 
     def empty(self) -> None:
-        """Forget everything."""
+        """Empty the buffer and the lists."""
         self.buffer.empty()
         self.lanes = [Lane() for _ in self.lanes]
         self.highest, self.late = 1.0, []
 
     def load(self) -> None:
-        """Load the state into another buffer, of which the next sample is the same."""
+        """Load the state into another buffer, compare the next samples of both, and continue with it."""
         other = self.settings.build()
         other.load_state_dict(self.buffer.state_dict())
         if len(self.buffer):
@@ -205,7 +205,7 @@ class Twin:
                 )
 
     def change_done(self, lane: Lane, p: int, value: bool, terminated: bool) -> None:
-        """Set a flag of the lists; one that is set takes the place of a cut."""
+        """Set a flag of the lists. A new end replaces a cut."""
         step, is_last = lane.steps[p], p + 1 == len(lane.steps)
         if value and is_last:
             lane.pending_cut = False
@@ -214,7 +214,7 @@ class Twin:
         step.done, step.terminated = value, value and terminated
 
     def priorities(self) -> None:
-        """Hand back a batch that was drawn earlier; steps that have gone since keep theirs."""
+        """Update the priorities of an earlier batch. Only steps that are still stored change."""
         if not self.late or "prioritized" not in self.settings.sampler:
             return
         batch, drawn = self.late.pop(self.rng.randrange(len(self.late)))
@@ -274,7 +274,7 @@ class Twin:
 
     @staticmethod
     def recipe_stack(step: Step, ahead: int) -> list[float]:
-        """The newest frames that an environment showed at a step."""
+        """Return the newest frames of an environment at a step."""
         return [100.0 * step.trajectory + max(0, step.time + ahead - back) for back in reversed(range(STACK))]
 
     # ------------------------------------------------------------------ comparison
@@ -305,7 +305,7 @@ class Twin:
         self.check_sample()
 
     def discounted(self, lane: Lane, p: int) -> float:
-        """The return of a step, once its episode has ended."""
+        """Return the return of a step, or the default if its episode has not ended."""
         _, end = self.episode(lane, p)
         total, factor = 0.0, 1.0
         for step in lane.steps[p : end + 1]:
@@ -322,7 +322,7 @@ class Twin:
         assert int((table.priorities >= 0).sum()) == len(stored)
 
     def windows(self, steps: int, kind: str) -> dict[tuple[int, int], int]:
-        """Where windows may begin, and how many steps each has."""
+        """Return the steps at which windows may begin, and their numbers of steps."""
         found = {}
         for env, lane in enumerate(self.lanes):
             for p in lane.stored:
@@ -333,7 +333,7 @@ class Twin:
         return found
 
     def check_sample(self) -> None:
-        """Compare a sample with the steps that may be in it."""
+        """Compare a sample with the allowed steps."""
         sampler: Any = self.buffer.sampler
         length = getattr(sampler, "batch_length", None) or 1
         allowed = self.windows(length, self.settings.sampler)
@@ -402,7 +402,11 @@ class Twin:
         assert row["next", "picture"].equal(picture(torch.tensor(values).view(-1, 1)))
 
     def check_goals(self, flat: TensorDictBase, drawn: list[list[tuple[int, int]]]) -> None:
-        """Compare goals: each window shows one that was achieved in its own episode, not before its end."""
+        """Compare goals: a window has one goal.
+
+        The window's episode achieves it at the last step of the window or later. A window across
+        episodes keeps its goal.
+        """
         length = len(drawn[0])
         goals = flat["desired_goal"].view(-1, length).tolist()
         for window, goal in zip(drawn, goals, strict=True):
@@ -415,7 +419,7 @@ class Twin:
 
 
 def run(seed: int, operations: int = 30) -> None:
-    """Run one seed; with an odd one, sequences are soon drawn from the list of all beginnings, as in large rings."""
+    """Run one seed. An odd seed draws sequences from the list of all beginnings after one try, as in large rings."""
     with pytest.MonkeyPatch.context() as patch:
         if seed % 2:
             patch.setattr(sequences, "MAX_DRAWS", 1)

@@ -1,4 +1,4 @@
-"""Processes that run the package as a user would, installed or from the checkout: their variables, and who is left."""
+"""Processes that run the package as a user would: their environment variables, and the processes that remain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def environment() -> dict[str, str]:
 
 
 def members(session: int) -> list[int]:
-    """Return the processes of a session, by /proc: whoever outlives its leader is a leak."""
+    """Return the processes of a session from /proc. A process that outlives the session's leader is a leak."""
     alive = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -29,7 +29,7 @@ def members(session: int) -> list[int]:
 
 
 def survivors(session: int, seconds: float = 300) -> list[int]:
-    """Return the processes of a session that are left after some seconds.
+    """Return the processes of a session that remain after ``seconds``.
 
     A helper process of multiprocessing outlives its parent by a moment.
     """
@@ -40,7 +40,7 @@ def survivors(session: int, seconds: float = 300) -> list[int]:
 
 
 def alive(pid: int) -> bool:
-    """Return whether a process runs, by /proc."""
+    """Return True if a process runs according to /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Runs on two ranks of the CPU, which a process of their own starts, and what each rank wrote down."""
+"""Runs on two CPU ranks, started in a separate process, and the reports of the ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kit.runs import trainer
 
 
 class Report(L.Callback):
-    """Writes down what a rank has met when its training ends."""
+    """Writes a report of the rank when its training ends."""
 
     def __init__(self, folder: Path, name: str, tell: Callable[[Any, Any], dict[str, Any]]) -> None:
         self.folder, self.name, self.tell = folder, name, tell
@@ -33,10 +33,10 @@ class Report(L.Callback):
 def fit_ranks(
     module: Any, data: Any, report: Report, *callbacks: L.Callback, resume: Path | None = None, **settings: Any
 ) -> None:
-    """Fit on two ranks, without evaluations, beside the folder of the report.
+    """Fit on two ranks, without evaluations, with the report's folder as the root directory.
 
-    The ranks are forked here, so that what only the tests know need not be imported; as those of ``torchrun``, they
-    find their number and the port of the first one in their environment.
+    The ranks are forked here, so that they need not import the modules of the tests. As with ``torchrun``, they read
+    their number and the port of the first rank from environment variables.
     """
     settings = {"limit_val_batches": 0, "callbacks": [*callbacks, report], **settings}
     with socket() as free:
@@ -54,20 +54,20 @@ def fit_ranks(
     ended = wait([process.sentinel for process in ranks])
     for process in ranks:
         if process.sentinel not in ended and any(each.exitcode for each in ranks):
-            process.kill()  # it would wait for the other
+            process.kill()  # it would wait for the other rank
         process.join()
     assert [process.exitcode for process in ranks] == [0, 0]
 
 
 def of_rank(rank: int, ranks: int) -> SingleDeviceStrategy:
-    """Make a strategy of one process that takes itself for one of several."""
+    """Make a strategy for one process, with the rank and world size of a larger run."""
     strategy = SingleDeviceStrategy("cpu")
     strategy.global_rank, strategy.world_size = rank, ranks
     return strategy
 
 
 def run_ranks(run: Callable[..., object] | Path, folder: Path, *arguments: Any, bare: bool = False) -> Path:
-    """Call a function of a folder, or a script, in a process of its own that ends well; return the folder."""
+    """Call a function or a script with a folder in a separate process; assert its success and return the folder."""
     made = as_script(run, str(folder), *arguments) if isinstance(run, Path) else partial(run, folder, *arguments)
     process = Forked(made, folder, bare=bare)
     status = process.ends(600)
@@ -76,5 +76,5 @@ def run_ranks(run: Callable[..., object] | Path, folder: Path, *arguments: Any, 
 
 
 def reports(folder: Path, name: str) -> list[Any]:
-    """Return what each of the ranks wrote down."""
+    """Return the reports of both ranks."""
     return [json.loads((folder / f"{name}_{rank}.json").read_text()) for rank in range(2)]

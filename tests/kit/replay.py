@@ -1,4 +1,4 @@
-"""Runs of DQN that learn CartPole from each kind of replay buffer."""
+"""DQN runs that learn CartPole from each kind of replay buffer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZE = 400
 
 
 def experience(sampler: Any = UniformSampler, folder: Path | None = None, **settings: Any) -> Callable[[int], Any]:
-    """Factory of a buffer, whose cells lie in files of a folder if one is given."""
+    """Return a factory of a buffer. If a folder is given, the buffer stores its data in files there."""
 
     def make(num_envs: int) -> ExperienceBuffer:
         storage = RingStorage(SIZE, scratch_dir=folder)
@@ -64,7 +64,10 @@ def dqn(cls: Any = DQNModule, seed: int = 0, recurrent: bool = False, **settings
 
 
 def replay_data(buffer: Any = "uniform", **settings: Any) -> ReplayDataModule:
-    """Ten updates an epoch, each with two new frames, after 40 that are random; ``buffer`` may be one of the names."""
+    """Make data with ten updates an epoch and two new frames for each, after 40 random ones.
+
+    ``buffer`` may be a name in ``BUFFERS``.
+    """
     sizes = {"num_envs": 2, "batch_size": 8, "updates_per_epoch": 10, "warmup_frames": 40, "eval_episodes": 2}
     buffer = BUFFERS[buffer] if isinstance(buffer, str) else buffer
     return ReplayDataModule(**{"env": "CartPole-v1", "buffer": buffer, "seed": 0, **sizes, **settings})
@@ -79,11 +82,11 @@ def fit(folder: Path, data: Any, module: Any = None, ckpt_path: Any = None, **se
 
 
 def cells(data: Any) -> Any:
-    """A copy of all that a run's buffer holds."""
+    """Copy the contents of a run's buffer."""
     return data.buffer.storage.get(torch.arange(len(data.buffer))).clone()
 
 
 def stored(data: Any) -> Tensor:
-    """The same as one vector."""
+    """Return the contents of a run's buffer as one vector."""
     leaves = sorted(cells(data).flatten_keys().items())
     return torch.cat([leaf.reshape(-1).double() for _, leaf in leaves])

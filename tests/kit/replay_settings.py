@@ -33,7 +33,7 @@ EXTRAS = ("none", "hindsight", "stack", "frames", "returns")
 
 @dataclass
 class Step:
-    """A step, and what the lists know of it: its trajectory, and whether a cut without a flag precedes it."""
+    """A step with its trajectory. ``cut`` is True if a cut without a flag precedes it."""
 
     trajectory: int
     time: int
@@ -48,13 +48,13 @@ class Step:
 
     @property
     def value(self) -> float:
-        """A number that no other step has."""
+        """A number that is different for each step."""
         return 100.0 * self.trajectory + self.time
 
 
 @dataclass
 class Lane:
-    """An environment: all its steps, of which those below ``oldest`` are gone."""
+    """An environment with all its steps. Only the steps from ``oldest`` on are still stored."""
 
     steps: list[Step] = field(default_factory=list)
     oldest: int = 0
@@ -71,7 +71,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a buffer is built with."""
+    """The settings of a buffer."""
 
     seed: int
     num_envs: int
@@ -83,7 +83,7 @@ class Settings:
 
     @classmethod
     def of(cls, seed: int) -> Settings:
-        """Draw them; each sampler, kind of seam and extra comes regularly."""
+        """Draw settings from a seed. Extras and samplers take turns."""
         rng = random.Random(f"settings {seed}")
         extra = EXTRAS[seed % len(EXTRAS)]
         n_steps = rng.choice((1, 1, 3)) if extra != "returns" else 1
@@ -129,17 +129,17 @@ class Settings:
         return buffer
 
     def returns_of(self, buffer: ExperienceBuffer) -> EpisodicReturn:
-        """Return what writes the returns of a buffer."""
+        """Return the object that writes the returns of a buffer."""
         known = [each for each, _ in buffer.storage.dependents if isinstance(each, EpisodicReturn)]
         return known[0] if known else EpisodicReturn(buffer.storage, gamma=GAMMA, default_return=DEFAULT)
 
 
 def reward_of(achieved: torch.Tensor, desired: torch.Tensor, info: Any) -> torch.Tensor:
-    """Reward a reached goal."""
+    """Return 0 for a reached goal and -1 otherwise."""
     return (achieved == desired).float() - 1.0
 
 
 def picture(values: torch.Tensor) -> torch.Tensor:
-    """Images ``[n, 4, 4]`` that show numbers, ``[n, 1]``."""
+    """Build images ``[n, 4, 4]`` that encode numbers ``[n, 1]``."""
     bits = values.long().view(-1, 1).bitwise_right_shift(torch.arange(16)).bitwise_and(1)
     return bits.to(torch.uint8).view(-1, 4, 4)

@@ -1,4 +1,4 @@
-"""Replay buffers over rings, seeded."""
+"""Seeded replay buffers over rings."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def ring(
     """Make a buffer of ``length`` steps for each environment.
 
     Args:
-        length: how many steps of each have room.
-        num_envs: how many there are.
+        length: The number of steps that each environment can store.
+        num_envs: The number of environments.
         sampler: TorchRL's own by default.
-        filled: how many steps of each are written as numbers.
-        data: what is written then.
-        seed: of the buffer's generator.
-        scratch_dir: where cells lie on disk.
-        settings: further ones of the buffer.
+        filled: The number of steps of each environment that are written as numbers.
+        data: Rows that are written after them.
+        seed: The seed of the buffer's generator.
+        scratch_dir: The folder for a storage on disk.
+        settings: Other arguments of the buffer.
     """
     storage = RingStorage(length * num_envs, scratch_dir=scratch_dir)
     settings = {"storage": storage, "generator": generator(seed), **settings}
@@ -57,14 +57,14 @@ def ring(
 
 
 def house(kind: str, sampler: Any, data: TensorDict) -> Any:
-    """Make a buffer of 20 steps of one of the houses, which holds the data."""
+    """Make a buffer for 20 steps by its name in ``HOUSES``, and write the data."""
     buffer = HOUSES[kind](sampler)
     buffer.extend(data)
     return buffer
 
 
 def uneven(sampler: Any, fills: Sequence[int] = (7, 0, 2, 4), length: int = 5) -> ExperienceBuffer:
-    """Make a ring for each environment, the e-th one written ``fills[e]`` times with ``100 e + position``."""
+    """Make a ring for each environment, and write ``fills[e]`` numbers ``100 e + position`` to the ring of ``e``."""
     buffer = ring(length, len(fills), sampler)
     for position in range(max(fills)):
         ids = torch.tensor([env for env, steps in enumerate(fills) if steps > position])
@@ -72,11 +72,11 @@ def uneven(sampler: Any, fills: Sequence[int] = (7, 0, 2, 4), length: int = 5) -
     return buffer
 
 
-UNEVEN = [2, 3, 4, 5, 6, 200, 201, 300, 301, 302, 303]  # what uneven() holds
+UNEVEN = [2, 3, 4, 5, 6, 200, 201, 300, 301, 302, 303]  # the numbers in uneven()
 
 
 def write(buffer: ExperienceBuffer, *envs: int, steps: int = 1) -> None:
-    """Write steps of some environments, or of all; each says of which one it is, and its position."""
+    """Write steps of some or all environments. Each step stores its environment and its position."""
     ids = torch.tensor(envs or range(buffer.writer.num_envs))
     data = {"env": ids.expand(steps, -1), "position": buffer.writer.positions[ids] + torch.arange(steps)[:, None]}
     buffer.extend(TensorDict(data, [steps, len(ids)], names=["time", None]), env_ids=ids)

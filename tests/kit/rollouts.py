@@ -1,4 +1,4 @@
-"""Rollouts, critics and brute-force estimates that the tests share."""
+"""Rollouts, critics and brute-force estimates for several tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchrl_lightning import MinibatchSampler, RolloutStorage, RolloutWriter
 
 
 def make_rollout(steps: int = 5, envs: int = 3, seed: int = 0, **extra: Any) -> TensorDict:
-    """``[N, T]`` named ``(None, "time")``; observations count steps so that order is visible; memory is time-major."""
+    """Build a rollout ``[N, T]`` named ``(None, "time")`` with time-major memory; its observations count the steps."""
     rng = torch.Generator().manual_seed(seed)
     done = torch.rand(steps, envs, 1, generator=rng) < 0.3
     terminated = done & (torch.rand(steps, envs, 1, generator=rng) < 0.5)
@@ -43,14 +43,14 @@ def make_rollout(steps: int = 5, envs: int = 3, seed: int = 0, **extra: Any) -> 
 
 
 def intrinsic(**settings: Any) -> TensorDict:
-    """A rollout with intrinsic rewards."""
+    """Build a rollout with intrinsic rewards."""
     data = make_rollout(**settings)
     data["next", "intrinsic_reward"] = torch.rand(*data.shape, 1, generator=torch.Generator().manual_seed(5))
     return data
 
 
 def transition(t: int = 0, envs: int = 2, **changes: Any) -> dict[str, Any]:
-    """Step ``t`` of some environments with the documented names; nothing ends."""
+    """Build step ``t`` of some environments with the documented names, without an end."""
     sample = {
         "Observation": torch.full((envs, 1), float(t)),
         "NextObservation": torch.full((envs, 1), float(t + 1)),
@@ -63,7 +63,7 @@ def transition(t: int = 0, envs: int = 2, **changes: Any) -> dict[str, Any]:
 
 
 class Recorder(nn.Module):
-    """``V = scale * observation``, one for each scale; remembers what it saw."""
+    """Computes ``V = scale * observation`` for each scale, and stores its inputs."""
 
     def __init__(self, *scales: float) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Recorder(nn.Module):
 
 
 def make_critic(out: Any = "state_value", scale: float = 0.1, **others: float) -> TensorDictModule:
-    """A critic that writes ``out``, and further entries with scales of their own."""
+    """Build a critic that writes ``out``, and further entries with their own scales."""
     return TensorDictModule(Recorder(scale, *others.values()), in_keys=["observation"], out_keys=[out, *others])
 
 
@@ -99,7 +99,7 @@ def estimated(buffer: Any, data: Any = None) -> Any:
 def torchrl_buffer(
     size: int = 5, sampler: Any = None, time_dim: int | None = None, batch_size: int = 4, **settings: Any
 ) -> Any:
-    """TorchRL's own buffer over our storage, writer and, by default, sampler."""
+    """Build TorchRL's own buffer over our storage, writer and, by default, sampler."""
     parts = {
         "storage": RolloutStorage(size),
         "writer": RolloutWriter(time_dim),
@@ -109,7 +109,7 @@ def torchrl_buffer(
 
 
 def categorical_actor(network: Any, **options: Any) -> ProbabilisticActor:
-    """An actor over choices, whose logits a network, or a module that writes them, computes."""
+    """Build an actor for discrete actions. ``network`` returns the logits, or is a module that writes them."""
     if not isinstance(network, TensorDictModuleBase):
         network = TensorDictModule(network, in_keys=["observation"], out_keys=["logits"])
     kind = torch.distributions.Categorical
@@ -117,7 +117,7 @@ def categorical_actor(network: Any, **options: Any) -> ProbabilisticActor:
 
 
 def linear_actor(weight: float = 0.3) -> ProbabilisticActor:
-    """Two actions; the second one's logit grows with the observation."""
+    """Build an actor for two actions. The second one's logit is ``weight`` times the observation."""
     net = nn.Linear(1, 2, bias=False)
     nn.init.zeros_(net.weight)
     net.weight.data[1] = weight

@@ -1,4 +1,4 @@
-"""Rows ``[count]`` that tell their number."""
+"""Rows ``[count]`` that contain their number."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from tensordict import TensorDict
 
 
 def numbered(count: int, start: int = 0, *, ends: bool | int = 5, **entries: Any) -> TensorDict:
-    """Make rows whose every entry tells their number, from ``start`` on.
+    """Make rows with their number, from ``start`` on, in every entry.
 
     Args:
-        count: how many.
-        start: the first number.
-        ends: whether all of them end an episode, or the number of steps in each.
-        entries: further ones.
+        count: The number of rows.
+        start: The first number.
+        ends: True if every row ends an episode, False if no row does, or the number of steps in each episode.
+        entries: Additional entries.
     """
     number = torch.arange(start, start + count)
     done = torch.full((count,), ends) if isinstance(ends, bool) else number % ends == ends - 1
@@ -25,6 +25,6 @@ def numbered(count: int, start: int = 0, *, ends: bool | int = 5, **entries: Any
 
 
 def episodes(lengths: list[int], **entries: Any) -> TensorDict:
-    """One stream of whole episodes."""
+    """Build one stream of complete episodes."""
     done = torch.cat([torch.arange(n) == n - 1 for n in lengths]).unsqueeze(-1)
     return TensorDict({"step": torch.arange(len(done)), "next": {"done": done}, **entries}, [len(done)])

@@ -1,4 +1,4 @@
-"""Runs of Lightning, without noise, and what one looks at behind them."""
+"""Lightning runs without console output, and helpers for their results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def trainer(folder: Path | None = None, **settings: Any) -> L.Trainer:
-    """Make a trainer that says nothing, and writes nothing but the checkpoints of callbacks."""
+    """Make a trainer without output. It writes only the checkpoints of callbacks."""
     names = ("logger", "enable_progress_bar", "enable_model_summary")
     quiet: dict[str, Any] = {**dict.fromkeys(names, False), "accelerator": "cpu", "num_sanity_val_steps": 0}
     quiet["enable_checkpointing"] = any(isinstance(each, Checkpoint) for each in settings.get("callbacks", ()))
@@ -24,13 +24,16 @@ def parameters(module: nn.Module) -> Tensor:
 
 
 class ListensToBackward(L.Callback):
-    """Waits for backward passes, so that autograd makes them."""
+    """Implements a hook for backward passes, so that autograd computes them."""
 
     def on_after_backward(self, *_: Any) -> None: ...
 
 
 class SaveAt(L.Callback):
-    """Writes a checkpoint when a hook is called the ``count``-th time, or in an epoch; then the run ends or fails."""
+    """Writes a checkpoint at the ``count``-th call of a hook; then the run ends or fails.
+
+    If ``epoch`` is given, only the calls in this epoch count.
+    """
 
     def __init__(self, path: Path, hook: str, count: int = 1, *, epoch: int | None = None, then: str = "end") -> None:
         self.path, self.left, self.epoch, self.then = path, count, epoch, then

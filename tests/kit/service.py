@@ -1,4 +1,4 @@
-"""Rows that are written into replay services, and the rows that their shards store."""
+"""Rows for replay services, and the rows that their shards store."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def service_buffer(sampler: str = "uniform", size: int = 400, **settings: Any) -
 
 
 def service_rows(number: int, steps: int = STEPS, envs: int = ENVS, first: int = 0) -> TensorDict:
-    """Return the rollout ``[N, T]`` with this number; each row names its environment, from ``first``, and its step."""
+    """Return rollout number ``number`` ``[N, T]``. Each row stores its environment, from ``first`` on, and its step."""
     time_of = torch.arange(number * steps, (number + 1) * steps).expand(envs, steps)
     env_ids = torch.arange(first, first + envs).unsqueeze(1).expand(envs, steps)
     flags = torch.zeros(envs, steps, 1, dtype=torch.bool)

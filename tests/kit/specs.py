@@ -1,4 +1,4 @@
-"""Specs of environments, as learners are built from them."""
+"""Specs of environments for building learners."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrl_lightning import EnvironmentSpecs
 
 
 def specs_of(action: Any, **observation: Any) -> EnvironmentSpecs:
-    """Two environments; four numbers are observed, if nothing else is said."""
+    """Build the specs of two environments. The default observation is a vector of four numbers."""
     return EnvironmentSpecs(Composite(observation or {"observation": Unbounded(4)}), action, 2)
 
 

@@ -1,4 +1,4 @@
-"""Saved states: compared, through a file, and mutated as an edited file or another release could hold them."""
+"""Saved states: comparison, a round trip through a file, and mutations as in an edited file or another release."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GONE = object()
 
 
 def entries(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every entry of nested dicts and lists with its path."""
+    """Yield every entry of nested dicts and lists with its path."""
     if path:
         yield path, state
     if isinstance(state, dict | list | tuple):
@@ -28,7 +28,7 @@ def entries(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def others(value: Any) -> Iterator[Any]:
-    """What might stand in the place of a value."""
+    """Yield replacements for a value: other types, other shapes and other numbers."""
     yield from (GONE, None, "text", -1, [], torch.zeros(2, 3))
     if isinstance(value, dict):
         yield from ({}, [value])
@@ -50,7 +50,7 @@ def others(value: Any) -> Iterator[Any]:
 
 
 def changed(state: Any, path: Path, other: Any) -> Any:
-    """A copy of a state with another value at one place; whatever does not lie above it is the same object."""
+    """Return a copy of a state with another value at one path. The copy shares all other entries."""
     if not path:
         return other
     copied = list(state) if isinstance(state, tuple) else copy.copy(state)
@@ -62,7 +62,7 @@ def changed(state: Any, path: Path, other: Any) -> Any:
 
 
 def mutants(state: dict[str, Any], within: tuple[str | Path, ...] = ()) -> Iterator[tuple[Path, Any, Any]]:
-    """Copies of a state, each with one mutation: its path, the old value and the new one."""
+    """Yield single mutations of a state: the path, the old value and the new value."""
     places = [(each,) if isinstance(each, str) else each for each in within] or [()]
     for path, value in entries(state):
         if any(path[: len(place)] == place for place in places):
@@ -71,7 +71,7 @@ def mutants(state: dict[str, Any], within: tuple[str | Path, ...] = ()) -> Itera
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two states are the same."""
+    """Return True if two states are equal."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
     if isinstance(one, dict) and isinstance(other, dict):
@@ -82,7 +82,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def differences(one: Any, other: Any, at: str = "") -> list[str]:
-    """Where two states, or what :func:`plain` gives, differ."""
+    """Return the differences between two states, or two results of :func:`plain`."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return [each for key in one for each in differences(one[key], other[key], f"{at}.{key}")]
     if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
@@ -94,13 +94,13 @@ def differences(one: Any, other: Any, at: str = "") -> list[str]:
 def check_mutants(
     part: Any, state: dict[str, Any], use: Callable[[Any], Any] | None = None, within: tuple[str | Path, ...] = ()
 ) -> None:
-    """Load every mutant: it is refused by a ValueError and changes nothing, or restored, and usable.
+    """Load every mutant: it raises a ValueError and changes nothing, or it is restored and usable.
 
     Args:
-        part: loads states; what it holds differs from the state.
-        state: a sound one.
-        use: what the part is for; may raise a ValueError or RuntimeError that says why it cannot.
-        within: which of the state's entries are mutated, or places in them; all by default.
+        part: An object that loads states; its present state differs from ``state``.
+        state: A valid state.
+        use: Uses the part; may raise a ValueError or RuntimeError with a reason.
+        within: The entries of the state to mutate, or paths in it; all by default.
     """
     kept, problems = copy.deepcopy(part.state_dict()), []
     for path, value, other in mutants(state, within):
@@ -115,7 +115,7 @@ def check_mutants(
         except Exception as error:
             problems.append(f"{what}: {type(error).__name__}: {error}")
         else:
-            held, is_whole = at(kept, path), isinstance(path[-1], str)  # numbers in lists make up one entry
+            held, is_whole = at(kept, path), isinstance(path[-1], str)  # the numbers of a list are one entry
             is_other = of_one_kind(value, other) and not equal(other, held)
             if is_whole and is_other and equal(at(part.state_dict(), path), held):
                 problems.append(f"{what}: not restored")
@@ -134,14 +134,14 @@ def check_mutants(
 
 
 def of_one_kind(value: Any, other: Any) -> bool:
-    """Whether two values are numbers, texts or tensors of the same type and shape."""
+    """Return True for two dense tensors of the same dtype and shape, and for two scalars or texts of the same type."""
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         return value.dtype == other.dtype and value.shape == other.shape and not other.is_sparse
     return type(value) is type(other) and not isinstance(value, dict | list | tuple)
 
 
 def at(state: Any, path: Path) -> Any:
-    """The entry of a state at a path, if it has one."""
+    """Return the entry of a state at a path, or ``GONE``."""
     try:
         return reduce(getitem, path, state)
     except (KeyError, IndexError, TypeError):
@@ -149,7 +149,7 @@ def at(state: Any, path: Path) -> Any:
 
 
 def check_refused(part: Any, state: Any, says: str) -> None:
-    """Load a state that is refused in these words and changes nothing."""
+    """Load an invalid state; check the error message, and that the part does not change."""
     kept = copy.deepcopy(part.state_dict())
     with pytest.raises(ValueError, match=says):
         part.load_state_dict(state)
@@ -157,7 +157,7 @@ def check_refused(part: Any, state: Any, says: str) -> None:
 
 
 def plain(value: Any) -> Any:
-    """What a part gives, as nested dicts, lists, tensors and numbers, which :func:`equal` compares."""
+    """Convert the output of a part to nested dicts, lists, tensors and numbers, which :func:`equal` compares."""
     if isinstance(value, dict):
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""How far what was drawn is from what should be."""
+"""Distance between drawn samples and their distribution."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def chi_square(drawn: Tensor | Sequence[Any], weights: Tensor | Mapping[Any, float]) -> float:
-    """Compare how often things were drawn with their weights; what has none must not have been drawn."""
+    """Return the chi-square statistic of drawn samples; assert that no sample has a weight of zero."""
     counts = Counter(drawn.tolist() if isinstance(drawn, Tensor) else drawn)
     pairs = enumerate(weights.tolist()) if isinstance(weights, Tensor) else weights.items()
     expected = {thing: weight for thing, weight in pairs if weight}

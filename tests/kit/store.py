@@ -1,4 +1,4 @@
-"""Our configs as a command composes them, whatever other tests have put into Hydra's store."""
+"""Our configs as a command composes them, independent of other tests' changes to Hydra's store."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from torchrl_lightning._hydra.schemas import register_schemas
 
 @contextmanager
 def only_our_schemas() -> Iterator[None]:
-    """Take TorchRL's groups, which no run of ours imports, out of Hydra's store for a while."""
+    """Remove TorchRL's groups from Hydra's store for a while, because no run of ours imports them."""
     store = ConfigStore.instance()
     before = store.repo
-    # Neither Hydra's groups nor ours clash; TorchRL stores its nodes without the name of a provider.
+    # Select Hydra's groups by name, because TorchRL stores its nodes without the name of a provider.
     store.repo = {group: nodes for group, nodes in before.items() if group in ("hydra", "_dummy_empty_config_.yaml")}
     register_schemas()
     try:
@@ -31,7 +31,7 @@ def only_our_schemas() -> Iterator[None]:
 
 
 def composed(name: str, *overrides: str, folder: Path = CONF_DIR, hydra: bool = False) -> DictConfig:
-    """Compose a config without a run around it, and what was asked before only once."""
+    """Compose a config outside a run. Equal requests are composed only once."""
     return copy.deepcopy(_composed(name, overrides, folder, hydra))
 
 

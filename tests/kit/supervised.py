@@ -24,7 +24,7 @@ EPOCHS, STEPS = 3, 4  # steps of an epoch
 
 
 class Regression(L.LightningModule):
-    """A linear model under automatic optimization, whose rate falls linearly to zero."""
+    """A linear model under automatic optimization. Its learning rate falls linearly to zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ LEARNERS: dict[str, Callable[..., tuple[Any, Any]]] = {"ppo": ppo, "dqn": deep_q
 
 
 class Rows(Logger):
-    """Keeps all rows and hyperparameters."""
+    """Stores all rows and hyperparameters."""
 
     name, version = "rows", "0"
 
@@ -110,7 +110,7 @@ class Rows(Logger):
 
 
 class Watch(L.Callback):
-    """Keeps the step and the score of each evaluation, and the parameters after each step."""
+    """Stores the step and the score of each evaluation, and the parameters after each step."""
 
     def __init__(self) -> None:
         self.evaluations: list[tuple[bool, int]] = []
@@ -136,7 +136,7 @@ class Messages(logging.Handler):
 
 
 class Run:
-    """A fit with callbacks and settings, or another use of a trainer, and its traces."""
+    """A fit with callbacks and settings, or another use of a trainer, and its results."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class Run:
 
     @property
     def files(self) -> list[str]:
-        """The written files, by their path in the folder."""
+        """The paths of the written checkpoints in the folder."""
         return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*.ckpt"))
 
     @property

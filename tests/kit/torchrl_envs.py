@@ -1,4 +1,4 @@
-"""Small environments of TorchRL's, most of which are batches themselves."""
+"""Small TorchRL environments, most of them batched."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ still = TensorDictModule(lambda x: x[..., :1] * 0, in_keys=["observation"], out_
 
 
 class Walk(EnvBase):
-    """Walks on a line from a drawn place, for seven steps or until it is further than 2 from the middle."""
+    """Walks on a line from a random position, for seven steps or until the distance to the middle exceeds 2."""
 
     def __init__(self, batch_size=(), device=None, seeded=True) -> None:
         super().__init__(batch_size=torch.Size(batch_size), device=device)
@@ -98,7 +98,7 @@ class CartPoles(EnvBase):
 
 
 class Drift(EnvBase):
-    """Keeps its state in what is handed on, and resets all copies at once, as Brax does; shows three entries."""
+    """Stores its state in its output, as Brax does, and always resets all copies; observes three entries."""
 
     def __init__(self, num_envs=4) -> None:
         super().__init__(batch_size=torch.Size([num_envs]))

@@ -28,7 +28,7 @@ def gaussian_actor(specs: Any) -> ProbabilisticActor:
 
 
 def value(specs: Any, *keys: str) -> ValueOperator:
-    """The value of the observation, or of it and the action."""
+    """Build a value network of the observation, or of the observation and the action."""
     sizes = {"observation": specs.observation["observation"].shape[-1], "action": specs.action.shape[-1]}
     network = MLP(in_features=sum(sizes[key] for key in keys), out_features=1, num_cells=[8])
     return ValueOperator(network, in_keys=list(keys))
@@ -52,14 +52,14 @@ def dqn(specs: Any) -> DQNLoss:
 
 
 class SilentLoss(LossModule):
-    """Has no network that acts."""
+    """A loss without a policy network."""
 
     def __init__(self) -> None:
         super().__init__()
 
 
 def loss_agent(loss: Any, **settings: Any) -> LossModuleAgent:
-    """An agent that minimises such a loss."""
+    """Build an agent that minimises the loss."""
     torch.manual_seed(0)
     settings = {"target_updater": partial(SoftUpdate, tau=0.1), "learning_rate": 1e-2, **settings}
     return LossModuleAgent(loss, **settings)

@@ -1,4 +1,4 @@
-"""Batches as a replay buffer would give them, and how learners read them."""
+"""Batches in the form of a replay buffer, and their conversion for learners."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchrl_lightning.agents.transitions import Transitions, read_transitions
 
 
 def transitions(specs: Any, *shape: int, generator: torch.Generator | None = None) -> TensorDict:
-    """Return random transitions; a fifth ends an episode, half of those by truncation."""
+    """Return random transitions. About a fifth end an episode, half of them by truncation."""
 
     def flags(share: float) -> torch.Tensor:
         return torch.rand(*shape, 1, generator=generator) < share
@@ -41,7 +41,7 @@ def transitions(specs: Any, *shape: int, generator: torch.Generator | None = Non
 def sequences(
     specs: Any, module: Any, rows: int, steps: int, generator: torch.Generator | None = None, *, ends: bool = True
 ) -> TensorDict:
-    """Return sequences `[rows, steps]` with stored states for a recurrent module, and episodes that end inside."""
+    """Return sequences `[rows, steps]` with stored states for a recurrent module, and with ends of episodes inside."""
     batch = transitions(specs, rows, steps, generator=generator)
     batch.names = [None, "time"]
     if not ends:
@@ -50,7 +50,7 @@ def sequences(
     done = batch["next", "done"]
     batch["is_init"][:, 1:] = done[:, :-1]
     observation, after = batch["observation"], batch["next", "observation"]
-    # Inside an episode the successor is the step that follows.
+    # Inside an episode the successor is the observation of the next step.
     after[:, :-1] = torch.where(done[:, :-1], after[:, :-1], observation[:, 1:])
     network = module.network
     shape = (rows, steps, network.num_layers, network.hidden_size)
@@ -63,12 +63,12 @@ def sequences(
 
 
 def read(module: Any, batch: TensorDict, gamma: float = 0.9) -> Transitions:
-    """Return what a recurrent module reads of a batch."""
+    """Return the transitions that a recurrent module reads from a batch."""
     return read_transitions(batch, ["observation"], gamma, module.memory.state_keys)
 
 
 def shake_targets(module: Any) -> None:
-    """Move the target networks away from those that they follow."""
+    """Change the weights of the target networks, so that they differ from the trained networks."""
     with torch.no_grad():
         for name, parameter in module.targets.named_parameters():
             if "weight" in name:

@@ -1,4 +1,4 @@
-"""All steps that were ever written to rings, as plain lists; everything else follows by looking."""
+"""All steps that were ever written to rings, as plain lists. Everything else is computed by searching them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from tensordict import TensorDict
 
 
 def reward(env: int, position: int) -> float:
-    """Of each step that a twin makes."""
+    """Return the reward of a step."""
     return 1.0 + env + position / 16
 
 
 class Twin:
-    """A slow buffer, one list of steps for each environment.
+    """A slow buffer: one list of steps for each environment.
 
     Args:
-        num_envs: how many there are.
-        length: how many steps of each are stored.
+        num_envs: The number of environments.
+        length: The number of stored steps for each environment.
     """
 
     def __init__(self, num_envs: int, length: int) -> None:
@@ -28,10 +28,10 @@ class Twin:
         self.begins: list[set[int]] = [{0} for _ in range(num_envs)]
 
     def rows(self, envs: list[int], flags: list[list[Any]]) -> TensorDict:
-        """Make steps ``[T, M]`` of the flags of each, and remember them.
+        """Build steps ``[T, M]`` from their flags, and store the flags.
 
-        A flag is whether the step ends its episode, or a pair: that, and whether the step begins one. By itself, a step
-        begins one where the last one ended.
+        A flag is True if the step ends its episode. A pair adds a flag that is True if the step begins an episode.
+        Without this flag, a step begins an episode if the previous step ended one.
         """
         steps = []
         for row in flags:
@@ -59,20 +59,20 @@ class Twin:
             self.begins[env].add(len(self.done[env]))
 
     def stored(self) -> list[tuple[int, int]]:
-        """Environment and position of each step that is not overwritten yet."""
+        """Return environment and position of each step that is not overwritten yet."""
         ends = [(env, len(steps)) for env, steps in enumerate(self.done)]
         return [(env, position) for env, end in ends for position in range(max(0, end - self.length), end)]
 
     def begin(self, env: int, position: int) -> int:
-        """First position of the episode."""
+        """Return the first position of the episode."""
         return max(begin for begin in self.begins[env] if begin <= position)
 
     def end(self, env: int, position: int) -> int:
-        """Last position of the episode up to now."""
+        """Return the last position of the episode so far."""
         return min([begin for begin in self.begins[env] if begin > position] + [len(self.done[env])]) - 1
 
     def windows(self, batch_length: int, burn_in: int, episode_ends: str) -> dict[tuple[int, int], int]:
-        """Return each step where a window may begin, with how many stored steps it has."""
+        """Return each step at which a window may begin, with the number of its stored steps."""
         found = {}
         for env, position in self.stored():
             last = len(self.done[env]) - 1 if episode_ends == "across" else self.end(env, position)
@@ -82,7 +82,7 @@ class Twin:
         return found
 
     def check(self, batch: TensorDict, batch_length: int, burn_in: int, episode_ends: str) -> None:
-        """Refuse a batch with a window that there is not."""
+        """Check that the batch contains only valid windows."""
         windows = self.windows(batch_length, burn_in, episode_ends)
         assert batch["mask"].shape == batch.shape
         columns = [batch[key].tolist() for key in ("env", "position", "mask")]
@@ -96,7 +96,7 @@ class Twin:
 
 
 def check_states(batch: TensorDict, *, across: bool) -> None:
-    """Refuse recurrent states from which a module could not unroll the windows, and their successors."""
+    """Check that a module can unroll the windows from the recurrent states, and check the successors' states."""
     own = (batch["env"] * 1000 + batch["position"]).float()
     entries = batch["recurrent_state"], batch["next", "recurrent_state"], own, batch["is_init"]
     for state, successor, own, begins in zip(*(entry.flatten(1).tolist() for entry in entries), strict=True):

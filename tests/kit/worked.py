@@ -1,4 +1,4 @@
-"""What workers collect with and replay from, whose every action is known beforehand."""
+"""A policy and a replay source for workers. All their actions are known in advance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrl_lightning.environments import ReplayedRows
 
 
 class Constant(nn.Module):
-    """Always takes the action that its only weight says."""
+    """Always takes the action in its only weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ def constant_policy() -> TensorDictModule:
 
 
 class FollowedReplay:
-    """Replays episodes of one step, which observe the seed and act as its content says, unless that is 0."""
+    """Replays episodes of one step. They observe the seed and take ``content`` as the action; 0 replays nothing."""
 
     def __init__(self, num_envs: int, content: int = 0, seed: int = 0) -> None:
         self.num_envs, self.content, self.seed = num_envs, content, seed

@@ -1,4 +1,4 @@
-"""A point that an action pushes, ensembles that learn how it moves, and data for them."""
+"""A point that an action pushes, ensembles that learn its movement, and data for them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torchrl_lightning.agents import GaussianEnsemble, WorldModel
 from torchrl_lightning.dynamics import DynamicsTargets
 
 POINT = specs_of(Bounded(-1.0, 1.0, (1,)), observation=Unbounded(2))
-# Two entries, and choices.
+# two observation entries, and discrete actions
 NEAR_AND_FAR = specs_of(Categorical(3), near=Unbounded(2), far=Unbounded((1, 2)))
 
 
 def pushed(count: int, seed: int | None = None) -> TensorDict:
-    """Return steps of the point; the reward is high in the middle."""
+    """Return steps of the point. The reward is highest in the middle."""
     rng = None if seed is None else generator(seed)
     observation = torch.randn(count, 2, generator=rng)
     action = torch.rand(count, 1, generator=rng) * 2.0 - 1.0
@@ -33,7 +33,7 @@ def pushed(count: int, seed: int | None = None) -> TensorDict:
 
 
 def walled(count: int, seed: int = 0) -> TensorDict:
-    """Return steps of the point between walls, beyond which its episode terminates."""
+    """Return steps of the point between two walls. An episode terminates beyond them."""
     found = pushed(count, seed)
     found["next", "terminated"] = found["next", "observation"][:, :1].abs() > 1.0
     return found
@@ -44,7 +44,7 @@ def targets_of(specs: Any = POINT, **settings: Any) -> DynamicsTargets:
 
 
 def world_model(targets: DynamicsTargets | None = None, elites: list[int] | None = None, **kwargs: Any) -> WorldModel:
-    """Make a world model of three members that differ; of the point, if nothing else is said."""
+    """Make a world model of three different members, by default of the point."""
     torch.manual_seed(0)
     targets = targets or targets_of()
     if len(targets.input_columns) == 3:
@@ -65,7 +65,7 @@ def known_reward(observation: Tensor, action: Tensor, following: Tensor) -> Tens
 
 
 class FakeDynamics(FakeData):
-    """Three batches an epoch; begins a new fit every ``refit`` epochs, or when the module says that one is over."""
+    """Yields three batches an epoch. A new fit begins every ``refit`` epochs, or when the module ends a fit."""
 
     def __init__(self, members: int = 3, refit: int = 4, holdout: int = 20, **settings: Any) -> None:
         super().__init__(specs=POINT, note=lambda module: None)

@@ -4,9 +4,9 @@
     python -m tests.mutants 3 17 --jobs 1    # mutants number 3 and 17
     python -m tests.mutants draw 150 --seed 1  # print 150 random places of the package for new mutants
 
-A mutant replaces one text, which occurs once in a file, by another and names the test files that must notice it. It is
-killed if a test fails, crashes or does not end, and passes without the mutant. A mutant with which the tests cannot be
-imported is not tested. The exit status is 1 if a mutant is not killed.
+A mutant replaces one text, which occurs once in a file, and names the test files that must notice the change. It is
+killed if a test fails, crashes or does not end, and passes without the mutant. If the tests cannot be imported with
+the mutant, its result is "not tested". The exit status is 1 if a mutant is not killed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 
 from tests.mutants.listed import PACKAGE, ROOT, Mutant, read_mutants
 
-SECONDS = 240  # after which tests are ended: the mutant may wait for ever
+SECONDS = 240  # time limit of the tests, because a mutant may wait forever
 PASSED, FAILED = 0, 1  # exit statuses of pytest
 KILLS = ("killed", "timed out", "crashed")
 OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
@@ -85,7 +85,7 @@ def main() -> None:
 def run_mutants(mutants: dict[int, Mutant], folder: Path, jobs: int) -> list[int]:
     """Try each mutant in one of ``jobs`` copies of the repository; return the numbers of the mutants not killed.
 
-    Each mutant is tried in a fork of this process, which has imported the libraries: importing takes longer than tests.
+    Each mutant is tried in a fork of this process, because new imports of the libraries take longer than the tests.
     """
     preload_libraries()
     free = [copy_repository(folder / str(job)) for job in range(jobs)]
@@ -126,14 +126,14 @@ def copy_repository(folder: Path) -> Path:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-    compileall.compile_dir(folder / PACKAGE, quiet=1)  # tests write no bytecode, because mutants would be in it
+    compileall.compile_dir(folder / PACKAGE, quiet=1)  # tests write no bytecode, which would contain mutants
     return folder
 
 
 class Trial:
-    """Run the tests of a mutant in a copy of the repository, then the test that failed without the mutant.
+    """Run the tests of a mutant in a copy of the repository, then the failed test again without the mutant.
 
-    The second run shows that the mutant is the reason. The copy is the same afterwards.
+    The second run confirms that the mutant is the reason. Afterwards the copy is unchanged.
 
     Args:
         number: The mutant's number.
@@ -145,13 +145,13 @@ class Trial:
         self.number, self.mutant, self.copy, self.result, self.reason = number, mutant, copy, "", ""
         self._began, self._file = time.monotonic(), copy / mutant.file
         self._source, self._times = self._file.read_text(), self._file.stat()
-        # Numba does not see that a function which it compiled into another one has changed.
+        # Numba does not notice a change of a function that it compiled into another one.
         self._cache = tempfile.TemporaryDirectory(dir=copy) if "kernels" in self._file.parts else None
         self._file.write_text(mutant.apply_to(self._source))
         self.run = PytestRun(copy, mutant.tests, self._cache.name if self._cache else str(copy / ".numba"))
 
     def is_over(self) -> bool:
-        """Return whether both runs have ended; the second one begins when the first one has ended."""
+        """Return True if both runs have ended. The second one begins after the first one."""
         if not self.run.is_over():
             return False
         if self.result:
@@ -199,7 +199,7 @@ class PytestRun:
             run_tests(copy, tests, self._output, cache)
 
     def is_over(self) -> bool:
-        """Return whether the tests have ended; end them after ``SECONDS``."""
+        """Return True if the tests have ended; kill them after ``SECONDS``."""
         if time.monotonic() - self._began > SECONDS:
             self.kill()
             self.outcome = "timed out"
@@ -224,12 +224,12 @@ class PytestRun:
             return "survived"
         if code == FAILED and self.failed_test:
             return "killed"
-        # The system sends SIGKILL if memory is short, which is not a result.
+        # The system sends SIGKILL if memory is short. This is not a result of the mutant.
         return "crashed" if code < 0 and code != -signal.SIGKILL else "not tested"
 
     @property
     def failed_test(self) -> str:
-        """The first test that failed, or nothing; a file that cannot be imported is not a test."""
+        """The first failed test, or an empty string. A file that cannot be imported is not a test."""
         found = re.search(r"^(?:FAILED|ERROR) (\S+\.py::.*?)(?: - .*)?$", self._output.read_text(), re.MULTILINE)
         return found[1] if found else ""
 
@@ -279,7 +279,7 @@ def draw_places(count: int, seed: int) -> list[str]:
 
 
 def is_mutable(node: ast.AST) -> bool:
-    """Return whether a node computes something that a small change makes wrong."""
+    """Return True if a small change of a node makes its result wrong."""
     if isinstance(node, ast.Call):
         function = node.func
         name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")

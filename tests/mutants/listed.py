@@ -1,4 +1,4 @@
-"""The list of mutants, each a text of a file and its replacement."""
+"""The list of mutants. Each one is a text in a file and its replacement."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Mutant:
     """One small fault.
 
     Args:
-        file: the file below the package's folder.
+        file: the path of the file in the repository.
         text: an exact text that occurs once in the file.
         replacement: the faulty text.
-        tests: the test files of which one must fail.
+        tests: test files or tests; at least one of them must fail.
     """
 
     file: Path
@@ -38,7 +38,7 @@ class Mutant:
         return source.replace(self.text, self.replacement)
 
     def error(self, root: Path) -> str:
-        """Return why the mutant cannot be tried in a copy of the repository, or nothing."""
+        """Return the reason if the mutant cannot be tried in a copy of the repository, else an empty string."""
         if not (root / self.file).is_file():
             return f"{self.file} must be a file."
         for test in self.tests:
@@ -53,7 +53,7 @@ class Mutant:
 
 
 def read_mutants() -> list[Mutant]:
-    """Read the list."""
+    """Read the list of mutants."""
     entries = tomllib.loads(LIST.read_text())["mutant"]
     return [
         Mutant(PACKAGE / entry["file"], entry["text"], entry["replacement"], tuple(entry["tests"])) for entry in entries
