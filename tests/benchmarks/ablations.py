@@ -1,11 +1,11 @@
-"""What settings of a replay are worth: one of them changed at a time, on two tasks, over five seeds.
+"""Measure the effect of single replay settings on two tasks over five seeds.
 
     python tests/benchmarks/ablations.py run cartpole_uniform [--seeds 0 1 2 3 4]
     python tests/benchmarks/ablations.py table
 
-What each run is given, and which two are compared, stands in ``examples/results/ablations.yaml``. ``run`` trains and
-plays as ``results.py`` does, and writes ``examples/results/ablations/cartpole_uniform.csv``; ``table`` writes what
-stands between its marks in ``examples/guide/experiments.md``.
+``examples/results/ablations.yaml`` lists the arguments of each run and the pairs of runs to compare. ``run`` trains and
+plays with the functions of ``results.py`` and writes ``examples/results/ablations/cartpole_uniform.csv``. ``table``
+replaces the text between its marks in ``examples/guide/experiments.md``.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ SAID = yaml.safe_load((RESULTS / "ablations.yaml").read_text())
 
 
 def given(name: str) -> list[str]:
-    """Return what a run's command is given; a ResultsError if there is no such run."""
+    """Return the command-line arguments of a run; raise ResultsError if the run does not exist."""
     if name not in SAID["runs"]:
         raise ResultsError(f"there is no run {name}; there are {', '.join(SAID['runs'])}.")
     return list(SAID["runs"][name])
 
 
 def settings(name: str) -> str:
-    """Return a digest of what a run's command is given, and of the experiment that it names."""
+    """Return a digest of the arguments of a run and of the experiments that they name."""
     arguments = given(name)
     experiments = [each.partition("=")[2] for each in arguments if each.startswith("experiment=")]
     said = yaml.safe_dump([arguments, *map(settings_of, experiments)])
@@ -55,7 +55,7 @@ def settings(name: str) -> str:
 
 
 def scores(rows: Sequence[Row]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return each seed's mean over the evaluations of training, and the score of its last checkpoint."""
+    """Return two values per seed: the mean over all evaluations in training and the score of the last checkpoint."""
     seeds = sorted({row.seed for row in rows})
     learning = [np.mean([row.score for row in rows if row.seed == seed and row.minutes is None]) for seed in seeds]
     ends = [row.score for seed in seeds for row in rows if row.seed == seed and row.minutes is not None]
@@ -77,7 +77,7 @@ def table(folder: Path = FOLDER) -> str:
 
 
 def main() -> None:
-    """Run one, or make the table."""
+    """Run one ablation or write the table."""
     arguments = asked(__doc__, [0, 1, 2, 3, 4])
     if arguments.command == "table":
         GUIDE.write_text(with_table(GUIDE.read_text(), table(), BEGIN))

@@ -1,13 +1,18 @@
-"""Collecting against TorchRL's Collector and Stable-Baselines3: CartPole-v1, 8 environments, one thread, interleaved.
+"""Compare our collector with TorchRL's Collector and Stable-Baselines3 on CartPole-v1.
 
     python tests/benchmarks/collector.py [--json timings.json] [--repetitions 11] [--check]
 
-*Rollouts* of 128 steps: ours and TorchRL's collectors call the same policy (two tanh layers of 64, a categorical
-distribution, log-probabilities). TorchRL's best way runs over gymnasium's vector environment with InitTracker, which
-gives the same keys; eight single environments in a row are shown too. *With values*: what PPO waits for, advantages
-included; Stable-Baselines3's ``collect_rollouts``, and ours by the actor that our modules build. *Steps of replay*: 128
-steps, each written into a ring before the next, as DQN collects. Below, what one step costs without the collector.
-``--check`` exits with 1 where a budget is missed.
+All runs have 8 environments and one thread. The contenders run interleaved.
+
+*Rollouts*: our collector and TorchRL's collectors call the same policy for 128 steps. The policy has two tanh layers of
+64, a categorical distribution and log-probabilities. TorchRL is fastest with Gymnasium's vector environment and
+InitTracker, which produce the same keys as ours. The table also lists TorchRL with eight single environments.
+
+*Rollouts with values*: the time that PPO waits for a rollout with advantages. Stable-Baselines3 runs
+``collect_rollouts``. Our side uses the actor that our modules build.
+
+*Steps of replay*: each of 128 steps is written to a ring before the next step, as in DQN. The last table contains the
+cost of one step without a collector. ``--check`` exits with 1 if a budget is missed.
 """
 
 from __future__ import annotations
@@ -47,14 +52,14 @@ from torchrl_lightning.estimators import gae
 
 ENV, NUM_ENVS, STEPS = "CartPole-v1", 8, 128
 FRAMES = NUM_ENVS * STEPS
-OVER_TORCHRL, OVER_SB3, STEPWISE = 3.0, 2.2, 1.5  # asked
+OVER_TORCHRL, OVER_SB3, STEPWISE = 3.0, 2.2, 1.5  # required ratios
 OURS = "torchrl-lightning"
 SB3 = "stable-baselines3"
 NOT_STORED = ("collector", "done", "terminated", "truncated")
 
 
 def make_policy() -> ProbabilisticActor:
-    """The policy that both collectors of rollouts call."""
+    """Return the policy for both collectors of rollouts."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
     net = TensorDictModule(layers, in_keys=["observation"], out_keys=["logits"])
@@ -64,12 +69,12 @@ def make_policy() -> ProbabilisticActor:
 
 
 def ours(policy: nn.Module, **kwargs: object) -> Contender:
-    """One batch of GymnasiumCollector."""
+    """Return a function that collects one batch with GymnasiumCollector."""
     return GymnasiumCollector(ENV, policy, num_envs=NUM_ENVS, frames_per_batch=FRAMES, seed=0, **kwargs).rollout
 
 
 def torchrls(policy: nn.Module, vector: bool, **kwargs: object) -> Contender:
-    """One batch of TorchRL's Collector."""
+    """Return a function that collects one batch with TorchRL's Collector."""
 
     def single() -> TransformedEnv:
         return TransformedEnv(GymEnv(ENV, categorical_action_encoding=True), InitTracker())
@@ -84,7 +89,7 @@ def torchrls(policy: nn.Module, vector: bool, **kwargs: object) -> Contender:
 
 
 def rollouts() -> dict[str, Contender]:
-    """Rollouts by the same policy."""
+    """Return the contenders that collect rollouts with the same policy."""
     policy = make_policy()
     tuned = {"trust_policy": True, "return_same_td": True, "use_buffers": False}
     return {
@@ -97,7 +102,7 @@ def rollouts() -> dict[str, Contender]:
 
 
 def with_values() -> dict[str, Contender]:
-    """Rollouts with values and advantages."""
+    """Return the contenders that collect rollouts with values and advantages."""
     from stable_baselines3 import PPO
     from stable_baselines3.common.env_util import make_vec_env
 
@@ -125,7 +130,7 @@ def with_values() -> dict[str, Contender]:
 
 
 def steps_of_replay() -> dict[str, Contender]:
-    """Single steps, each into the replay buffer."""
+    """Return the contenders that write each step to a replay buffer."""
     from stable_baselines3 import DQN
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.type_aliases import TrainFreq, TrainFrequencyUnit
@@ -157,7 +162,7 @@ def steps_of_replay() -> dict[str, Contender]:
 
 
 def parts(policy: nn.Module) -> dict[str, Contender]:
-    """What a step consists of, without the collector."""
+    """Return the two parts of a step without a collector."""
     env = make_vector_env(ENV, NUM_ENVS)
     env.reset(seed=0)
     actions = np.zeros(NUM_ENVS, dtype=np.int64)
@@ -171,13 +176,13 @@ def parts(policy: nn.Module) -> dict[str, Contender]:
 
 
 def factor(timings: list[Timing], peer: str) -> float:
-    """How many times as fast as the best peer of that name ours is."""
+    """Return the speed ratio of ours to the fastest peer with this name."""
     mine = next(timing.median for timing in timings if timing.name == OURS)
     return min(timing.median for timing in timings if timing.name.startswith(peer)) / mine
 
 
 def main() -> int:
-    """Run the comparisons; return the exit code."""
+    """Run the comparisons and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repetitions", type=int, default=11)

@@ -1,9 +1,9 @@
-"""What a step costs with half of the environments in replay, beside one in which all of them step.
+"""Compare the cost of a step with half of the environments in replay with the cost of a normal step.
 
     python tests/benchmarks/demonstrations.py [--repetitions 15] [--check]
 
-Once with CartPole, one of the fastest environments there are, and once with one that takes a tenth of a millisecond for
-a step and shows small images. ``--check`` exits with 1 where replaying is not cheaper than stepping.
+The first environment is CartPole, one of the fastest. The second one takes 0.1 ms per step and returns small images.
+``--check`` exits with 1 if replay is not cheaper than stepping.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STEPS = 64
 
 
 class SlowImages(gymnasium.Env[Any, Any]):
-    """Takes a tenth of a millisecond for a step."""
+    """Environment with small images and 0.1 ms per step."""
 
     observation_space = spaces.Box(0, 255, (3, 24, 24), np.uint8)
     action_space = spaces.Discrete(4)
@@ -53,12 +53,12 @@ class SlowImages(gymnasium.Env[Any, Any]):
         self._image, self._t = np.zeros((3, 24, 24), np.uint8), 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode."""
+        """Start an episode."""
         self._t = 0
         return self._image, {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Wait."""
+        """Wait for 0.1 ms."""
         until = time.perf_counter() + 1e-4
         while time.perf_counter() < until:
             pass
@@ -67,21 +67,24 @@ class SlowImages(gymnasium.Env[Any, Any]):
 
 
 class First(DemonstrationSampler):
-    """Draws demonstrations for the first environments to begin an episode, and none any more."""
+    """Draw demonstrations for the first ``count`` environments that start an episode, then none."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
         self._left = count
 
     def draw(self, storage: DemonstrationStorage) -> Demonstration | None:
-        """Draw without chance."""
+        """Return the next demonstration, or None after ``count`` draws."""
         self._left -= 1
         kept = storage.reward_demonstrations
         return kept[self._left % len(kept)] if self._left >= 0 else None
 
 
 def collectors(env: str | Callable[[], gymnasium.Env[Any, Any]], num_envs: int) -> dict[str, GymnasiumCollector]:
-    """Return the contenders, with the same policy; demonstrations outlast any rollout, so that half of them replay."""
+    """Return the contenders with the same policy.
+
+    Each demonstration is longer than the benchmark, so the share of replaying environments stays at one half.
+    """
     specs = environment_specs(make_vector_env(env, 1))
     spec, length = specs.observation["observation"], 100_000 if env == "CartPole-v1" else 4000
     torch.manual_seed(0)

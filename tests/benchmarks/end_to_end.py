@@ -1,19 +1,22 @@
-"""Whole training runs against their peers at equal settings: frames per second of processor time.
+"""Compare whole training runs with their peers at equal settings, in frames per second of processor time.
 
     python tests/benchmarks/end_to_end.py [dqn_8 sac ...] [--repetitions 5] [--scale 1.0] [--json FILE] [--check]
 
-Each run is repeated by every contender, interleaved, on one thread; its first part, which builds, compiles and warms
-up, is not timed. All make the same number of updates for each frame, with the same batch size, networks, learning rate
-and target updates.
+All contenders repeat each run, interleaved and on one thread. The first part of a run builds, compiles and warms up,
+and is not timed. All contenders have the same number of updates per frame, batch size, networks, learning rate and
+target updates. No contender evaluates.
 
-``ours`` has the default settings (``updates_per_step="auto"``), ``ours, one`` makes an update in each training step,
-and ``ours, as the command runs`` adds the CSV log, the progress bar and the checkpoints of ``torchrl-lightning-train``;
-evaluation is left out on all sides. ``Stable-Baselines3`` is as it ships; ``lean`` leaves its Monitor out, has
-Gymnasium's wrapper of Pong instead of its own, and torch's fused Adam, ``lean, our Adam`` ours. ``four`` makes four
-updates at once after four steps. ``SBX`` has the same algorithms in JAX, and ``rejax`` also compiles its environments.
-``bare loop`` is the arithmetic without any library. SBX, Tianshou and rejax take part where they are installed; Pong
-needs the extra ``atari``, and 128 and more environments the extra ``envpool``. The ratios are medians
-over medians, over several peers over the fastest; ``--check`` exits with 1 where a budget is missed.
+``ours`` has the default settings (``updates_per_step="auto"``). ``ours, one`` makes one update per training step.
+``ours, as the command runs`` adds the CSV log, the progress bar and the checkpoints of ``torchrl-lightning-train``.
+
+``Stable-Baselines3`` has its default settings. ``lean`` removes Monitor, uses Gymnasium's wrapper for Pong and the
+fused Adam of torch. ``lean, our Adam`` uses our Adam. ``four`` makes four updates after every four steps. ``SBX``
+contains the same algorithms in JAX. ``rejax`` also compiles its environments. ``bare loop`` is the same arithmetic
+without any library.
+
+SBX, Tianshou and rejax run if they are installed. Pong needs the extra ``atari``. Runs with 128 or more environments
+need the extra ``envpool``. A ratio divides medians. If a budget names several peers, the fastest one counts.
+``--check`` exits with 1 if a budget is missed.
 """
 
 from __future__ import annotations
@@ -53,19 +56,19 @@ LEAN, LEAN_OURS = "Stable-Baselines3, lean", "Stable-Baselines3, lean, our Adam"
 SBX, SBX_FOUR, TIANSHOU, BARE, REJAX = "SBX", "SBX, four", "Tianshou", "bare loop", "rejax"
 ANY_SBX = (SBX, SBX_FOUR)
 IMAGES = 4000
-"""Cells of a replay of images."""
+"""Capacity of the replay buffers for images, in cells."""
 Sides = tuple[Callable[..., Training], Callable[..., Training]]
-"""What makes our training runs, and a peer's at the same settings; further arguments say where, and how."""
+"""Two functions that build training runs with equal settings, ours and the peer's; keywords select the device."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training run, who makes it, and what ours must reach: (contender, peers, ratio)."""
+    """A training run with its contenders and its budgets ``(contender, peers, ratio)``."""
 
     title: str
     contenders: dict[str, Training]
     budgets: tuple[tuple[str, str | tuple[str, ...], float], ...]
-    convolutions: Callable[[Training], float] | None = None  # their share of a training run
+    convolutions: Callable[[Training], float] | None = None  # returns their share of the time
 
 
 def has(library: str) -> bool:
@@ -74,7 +77,7 @@ def has(library: str) -> bool:
 
 
 def off_policy_peers(make: Callable[..., Training]) -> dict[str, Training]:
-    """Return the ways of Stable-Baselines3, and of SBX where it is installed."""
+    """Return the contenders of Stable-Baselines3, and of SBX if it is installed."""
     found = {
         SB3: make(),
         SB3_FOUR: make(at_once=4),
@@ -87,7 +90,7 @@ def off_policy_peers(make: Callable[..., Training]) -> dict[str, Training]:
 
 
 def dqn(num_envs: int, updates: int, over_sb3: float, *, soft: bool = True, n_steps: int = 1) -> Run:
-    """DQN on CartPole-v1: batch 128, 64 x 64, an update for each step of all environments."""
+    """Return DQN on CartPole-v1: batch 128, 64 x 64, one update per step of all environments."""
     target: dict[str, Any] = {"tau": 0.005, "target_interval": 1} if soft else {"tau": 1.0, "target_interval": 100}
     module = partial(DQNModule, double=False, learning_rate=1e-3, epsilon_start=0.05, epsilon_end=0.05, **target)
     own = partial(ours.off_policy, module, "CartPole-v1", num_envs, 128, updates, n_steps=n_steps)
@@ -100,7 +103,7 @@ def dqn(num_envs: int, updates: int, over_sb3: float, *, soft: bool = True, n_st
         updates,
         policy_kwargs={"net_arch": [64, 64]},
         tau=target["tau"],
-        # Counted in frames.
+        # The unit is frames.
         target_update_interval=1 if soft else 100 * num_envs,
         exploration_initial_eps=0.05,
         exploration_final_eps=0.05,
@@ -124,7 +127,7 @@ def dqn(num_envs: int, updates: int, over_sb3: float, *, soft: bool = True, n_st
 
 
 def continuous_sides(algorithm: str, updates: int, **where: Any) -> Sides:
-    """SAC or TD3 on Pendulum-v1: one environment, batch 256, 256 x 256, an update a frame."""
+    """Return both sides of SAC or TD3 on Pendulum-v1: one environment, batch 256, 256 x 256, one update per frame."""
     network = MLPNetwork([256, 256], "relu")
     module = partial(SACModule if algorithm == "SAC" else TD3Module, network, learning_rate=3e-4)
     own = partial(ours.off_policy, module, "Pendulum-v1", 1, 256, updates, **where)
@@ -159,7 +162,7 @@ def continuous(algorithm: str, updates: int, over_sb3: float) -> Run:
 
 
 def ppo(env: str, num_envs: int, rollouts: int, over_sb3: float) -> Run:
-    """PPO: rollouts of 1024 frames, batch 256, 4 epochs, separate tanh networks of 64 x 64."""
+    """Return PPO: rollouts of 1024 frames, batch 256, 4 epochs, separate tanh networks of 64 x 64."""
     steps, cartpole = 1024 // num_envs, env == "CartPole-v1" and num_envs > 1
     peer = partial(sb3.ppo, env, num_envs, steps, rollouts)
     contenders = {
@@ -182,7 +185,7 @@ def ppo(env: str, num_envs: int, rollouts: int, over_sb3: float) -> Run:
 
 
 def ppo_envpool(num_envs: int, rollouts: int) -> Run:
-    """PPO on many CartPoles: rollouts of 64 steps, mini-batches of 4096, 4 epochs, separate networks of 64 x 64."""
+    """Return PPO on EnvPool: rollouts of 64 steps, mini-batches of 4096, 4 epochs, separate networks of 64 x 64."""
     from torchrl_lightning import EnvironmentRecipe
 
     recipe = EnvironmentRecipe("CartPole-v1", vectorization="envpool")
@@ -195,7 +198,10 @@ def ppo_envpool(num_envs: int, rollouts: int) -> Run:
 
 
 def dqn_pong_sides(updates: int, **where: Any) -> Sides:
-    """DQN on images of Pong: batch 32, the convolutions of Mnih et al., an update for each step of 4 environments."""
+    """Return both sides of DQN on Pong: batch 32, 4 environments, one update per step of all environments.
+
+    Both sides use the convolutions of Mnih et al.
+    """
     from benchmarks.whole_runs import pong
 
     target: dict[str, Any] = {"tau": 1.0, "target_interval": 250}
@@ -233,7 +239,10 @@ def dqn_pong(updates: int) -> Run:
 
 
 def ppo_pong_sides(rollouts: int, **where: Any) -> Sides:
-    """PPO on images of Pong: rollouts of 1024 frames, batch 256, 4 epochs, the convolutions of Mnih et al., shared."""
+    """Return both sides of PPO on Pong: rollouts of 1024 frames, batch 256, 4 epochs.
+
+    Actor and critic share the convolutions of Mnih et al.
+    """
     from benchmarks.whole_runs import pong
 
     own = partial(ours.ppo, pong.ours(), 8, 128, rollouts, network=CNNNetwork(), **where)
@@ -250,7 +259,7 @@ def ppo_pong(rollouts: int) -> Run:
 
 
 def runs(scale: float) -> dict[str, Callable[[], Run]]:
-    """Return the runs, built when they are asked for."""
+    """Return functions that build the runs by name."""
     updates = max(8, round(1000 * scale) // 8 * 8)
     rollouts = max(2, round(20 * scale))
     return {
@@ -272,7 +281,7 @@ def runs(scale: float) -> dict[str, Callable[[], Run]]:
 
 
 def measure(run: Run, repetitions: int) -> dict[str, list[float]]:
-    """Train with every contender in turn, each round beginning with the next one."""
+    """Train with all contenders in turn and return their speeds. Each round starts with another contender."""
     names = list(run.contenders)
     speeds: dict[str, list[float]] = {name: [] for name in names}
     for repetition in range(repetitions):
@@ -284,7 +293,7 @@ def measure(run: Run, repetitions: int) -> dict[str, list[float]]:
 
 
 def report(run: Run, speeds: dict[str, list[float]]) -> bool:
-    """Show the speeds of one run, and return whether its budgets are met."""
+    """Print the speeds of one run and return whether its budgets are met."""
     middle = {name: statistics.median(values) for name, values in speeds.items()}
     say(f"{run.title}\n  {'':<36}{'frames/s':>10}{'range':>20}{'ours over it':>14}")
     for name, speed in sorted(middle.items(), key=lambda item: -item[1]):

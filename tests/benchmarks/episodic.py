@@ -1,12 +1,14 @@
-"""The episodic replay buffer beside what it is built of, one thread, interleaved.
+"""Compare the episodic replay buffer with its parts, interleaved on one thread.
 
     python tests/benchmarks/episodic.py [--json timings.json] [--repetitions 11] [--sizes 4 5 6 7] [--check]
 
-Rows of 165 bytes of 64 environments. Single steps by priority, ``sample``, and windows of two, ``get_batch``, stand
-beside as many single steps of a plain buffer, and so do questions for the end of their episodes; one step of all
-environments with its episode index and its returns beside the bare slice copies of the same leaves. Then everything at
-growing sizes beside the smallest, with rows of 38 bytes: 64 of them are added, or 256 drawn, asked about or given
-priorities. ``--check`` exits with 1 where a budget is missed.
+The buffer has rows of 165 bytes from 64 environments. The first table compares reads with single steps of a plain
+buffer: ``sample`` draws single steps by priority, ``get_batch`` draws windows of two, and ``steps_to_episode_end``
+queries episode ends. The second table compares a write with plain slice copies of the same leaves. A write stores one
+step of all environments, the episode index and the returns.
+
+The last tables compare growing sizes with the smallest one. Their rows have 38 bytes. An operation adds 64 rows, or it
+draws, queries or updates 256 rows. ``--check`` exits with 1 if a budget is missed.
 """
 
 from __future__ import annotations
@@ -40,12 +42,12 @@ from torchrl_lightning.replay.ring_storage import RingStorage
 ENVS, BATCH, EPISODE = 64, 256, 250
 SINGLE, STEPS, PAIRS, END = "single steps", "sample", "get_batch of 2", "steps_to_episode_end"
 COPIES, ADD = "slice copies", "add_batch"
-BUDGETS = {STEPS: 1.25, PAIRS: 2.0, END: 0.1, ADD: 3.0}  # at most, times what stands first
-GROWTH = 1.75  # at most, over the smallest size: the logarithm of 1e7 over that of 1e4
+BUDGETS = {STEPS: 1.25, PAIRS: 2.0, END: 0.1, ADD: 3.0}  # upper bounds of the ratio to the first row
+GROWTH = 1.75  # upper bound of the ratio to the smallest size: log(1e7) / log(1e4)
 
 
 def steps_of(time: int, steps: int, features: int = 17) -> TensorDict:
-    """Steps ``time`` and later of all environments, time-major; their episodes end at different times."""
+    """Return steps of all environments from ``time`` on, time-major. Their episodes end at different times."""
     rows = steps * ENVS
     end = (torch.arange(time, time + steps)[:, None] + torch.arange(ENVS) * 4) % EPISODE == EPISODE - 1
     flag = end.reshape(rows, 1)
@@ -99,9 +101,10 @@ def reading(size: int) -> dict[str, Contender]:
 
 
 def adding(size: int) -> dict[str, Contender]:
-    """Write one step of all environments; the copies are one slice of each leaf that is stored, returns among them.
+    """Return the two ways to write one step of all environments: ``add_batch`` and slice copies.
 
-    Both go round in memory that was written before; what the index of episodes keeps is not copied.
+    The copies write one slice of each stored leaf, including the returns, but not the episode index. Both contenders
+    write to memory pages that were written before.
     """
     buffer = EpisodicReplayBuffer(None, ENVS, size // ENVS, record_episodic_return=True)
     fill_steps = itertools.cycle([steps_of(time, 1) for time in range(EPISODE)])
@@ -125,7 +128,7 @@ def adding(size: int) -> dict[str, Contender]:
 
 
 def growing(buffer: EpisodicReplayBuffer, plain: EpisodicReplayBuffer) -> dict[str, Contender]:
-    """All that is asked of a buffer again and again, at its size; ``plain`` draws without priorities."""
+    """Return the operations of a training loop on a buffer of this size; ``plain`` samples without priorities."""
     rows = itertools.cycle([steps_of(time, 1, 1) for time in range(EPISODE)])
     drawn = itertools.cycle([buffer.get_batch(BATCH, 2)[1] for _ in range(64)])
     priority = torch.rand(BATCH)

@@ -1,10 +1,10 @@
-"""Advantage estimators and the scan against their peers, one thread, interleaved.
+"""Compare advantage estimators and the scan with their peers, interleaved on one thread.
 
     python tests/benchmarks/estimators.py [--json timings.json] [--repetitions 11] [--check]
 
-Each peer gets its inputs in the layout and type that it likes best, prepared before the clock runs; ours is timed from
-its public function, checks and allocation included. Every contender's numbers are compared before it is timed. Peers
-that are not installed are reported as absent. ``--check`` exits with 1 where a budget is missed.
+Each peer gets its inputs in its fastest layout and type, prepared before the clock starts. The time of ours includes
+the checks and the allocation of the public function. All results are compared before the timing. Missing peers are
+reported as absent. ``--check`` exits with 1 if a budget is missed.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from torchrl_lightning import discounted_scan, gae, vtrace
 
 GAMMA, LMBDA = 0.99, 0.95
 SHAPES = ((128, 1), (128, 8), (2048, 1), (128, 64), (2048, 16), (16, 4096), (1024, 1024))
-FACTOR = 30.0  # asked over TorchRL's better implementation at these shapes
+FACTOR = 30.0  # required ratio to TorchRL's faster implementation at FACTOR_SHAPES
 FACTOR_SHAPES = ((128, 64), (2048, 16))
 OURS = "torchrl-lightning"
 BARE = "Tianshou, its bare loop"
-SMALL = 4096  # steps up to which the bare loop has no budget
+SMALL = 4096  # the bare loop has a budget only above this number of steps
 
-Result = Callable[[], np.ndarray]  # the contender's advantages as [T, N]
+Result = Callable[[], np.ndarray]  # returns the advantages as [T, N]
 
 
 class Problem:
-    """One rollout whose episodes all end by termination, which every peer can express."""
+    """One rollout with terminated episodes only, because all peers support termination."""
 
     def __init__(self, steps: int, envs: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -114,7 +114,7 @@ def _add_tianshou(p: Problem, add: Callable[..., None]) -> None:
     except ImportError:
         return absent("Tianshou")
     ends = p.done.clone()
-    ends[-1] = True  # one flat array, environment after environment
+    ends[-1] = True  # one array concatenates all environments
     value, following, reward, terminated, done = (
         x.t().contiguous().view(-1) for x in (p.value, p.next_value, p.reward, p.done, ends)
     )
@@ -208,14 +208,14 @@ _ABSENT: set[str] = set()
 
 
 def absent(name: str) -> None:
-    """Report once that a peer is not installed."""
+    """Print once that a peer is not installed."""
     if name not in _ABSENT:
         _ABSENT.add(name)
         say(f"{name}: absent, not installed here")
 
 
 def agree(contenders: dict[str, tuple[Contender, Result]]) -> None:
-    """Refuse to time contenders that compute something else than the first one."""
+    """Raise SystemExit if a contender computes other values than the first contender."""
     reference, *_ = contenders
     expected = contenders[reference][1]()
     for name, (_, result) in contenders.items():
@@ -225,7 +225,7 @@ def agree(contenders: dict[str, tuple[Contender, Result]]) -> None:
 
 
 def misses(estimator: str, shape: tuple[int, int], timings: list[Timing]) -> list[str]:
-    """Name the budgets that these timings miss."""
+    """Return the missed budgets of these timings."""
     medians = {timing.name: timing.median for timing in timings}
     ours = medians.pop(OURS)
     if shape[0] * shape[1] <= SMALL:

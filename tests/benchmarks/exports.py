@@ -1,16 +1,17 @@
-"""Do exported policies act as their policies, for each family of agents and each space?
+"""Compare exported policies with their original policies, for each family of agents and each space.
 
     python tests/benchmarks/exports.py [WORD ...] [--formats onnx torch] [--json FILE] [--list]
 
-Each agent has large random weights. It is exported, and the outputs of the file are compared with the policy's for
-batches of 1, 7 and 1,000 rows, which contain zeros, bounds, 1e6, the largest and the smallest numbers, infinity and the
-extremes of integers, if the space contains them. Recurrent agents take five steps, each side with its own states.
-Discrete actions must be equal, unless the scores of the two actions differ by less than a relative 1e-5: such ties are
-counted. Continuous actions and states must be within a relative 1e-5 or an absolute 1e-6. A row is counted as an
-overflow, not as a difference, if a sum of the policy exceeds float32 (its own result in float64 is another one), or if
-it has both infinite and huge numbers.
-It is counted as rounded if the file is as close to the policy in float64 as the policy in float32 is. With WORD, only
-agents with a word in their names are compared.
+Each agent has large random weights. The script exports it and compares the outputs of the file and the policy. Batches
+have 1, 7 and 1,000 rows. Their values are zeros, bounds, 1e6, the largest and the smallest numbers, infinity and the
+extremes of integers, if the space contains them. Recurrent agents take five steps, and each side keeps its own states.
+
+Discrete actions must be equal. If the scores of two actions differ by less than a relative 1e-5, the row counts as a
+tie. Continuous actions and states must be within a relative 1e-5 or an absolute 1e-6.
+
+A row counts as an overflow, not as a difference, in two cases: a sum of the policy exceeds float32 (its result in
+float64 differs), or the row has both infinite and huge numbers. A row counts as rounded if the error of the file
+against float64 is not larger than the float32 error of the policy. WORD selects agents by words in their names.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ Array = NDArray[Any]
 SIZES, STEPS = (1, 7, 1000), 5
 MIXED_ROWS = 24
 LARGEST, HUGE = float(np.finfo(np.float32).max), 1e30
-MIXED = "infinite and huge"  # a product of a huge number may overflow to the other infinity: the sum is NaN or not
+MIXED = "infinite and huge"  # a product may overflow to the other infinity: then the sum is NaN on one side only
 
 
 # -- batches --------------------------------------------------------------------------------------------------------
 
 
 def extreme_rows(space: spaces.Space[Any], limits: Mapping[str, float], prefix: str = "") -> Any:
-    """Return all rows ``[N, *F]`` of a space with extreme values; N differs between the entries."""
+    """Return all rows ``[N, *F]`` of a space with extreme values. N differs between the entries."""
     if isinstance(space, spaces.Dict):
         names = {name: f"{prefix}.{name}" if prefix else name for name in space}
         return {name: extreme_rows(space[name], limits, path) for name, path in names.items()}
@@ -95,7 +96,7 @@ def _extreme_numbers(space: spaces.Box, limit: float) -> Array:
 
 
 def batches(space: spaces.Space[Any], limits: Mapping[str, float]) -> Iterator[Any]:
-    """Yield batches of all sizes: each extreme row by itself and in batches of 7, and all within a batch of 1,000."""
+    """Yield batches of all sizes. Small batches contain only extreme rows; the large batch contains all of them."""
     extremes = extreme_rows(space, limits)
     count = max(len(rows) for rows in by_name(extremes).values())
     rolled = [_take(extremes, np.arange(count) + shift) for shift in (0, 1)]
@@ -107,7 +108,7 @@ def batches(space: spaces.Space[Any], limits: Mapping[str, float]) -> Iterator[A
 
 
 def _take(rows: Any, index: Array, shift: int = 0) -> Any:
-    """Take rows of each entry, cyclically; each entry begins at another row."""
+    """Take rows of each entry cyclically. Each entry starts at another row."""
     if isinstance(rows, Mapping):
         return {name: _take(part, index, shift + number) for number, (name, part) in enumerate(rows.items())}
     return rows[(index * (1 + shift % 2) + shift) % len(rows)]
@@ -212,7 +213,7 @@ def _as_input(values: Array, described: Mapping[str, Any]) -> Array:
 def _check(
     result: Result, name: str, value: Array, known: Array, kinds: Array, lost: Array, exact: Callable[[], Exact]
 ) -> None:
-    """Count the rows of an output that differ from the policy's, except ``lost`` rows after an overflow."""
+    """Count the rows that differ from the output of the policy, except ``lost`` rows after an overflow."""
     if value.dtype != known.dtype or value.shape != known.shape:
         result.differences[f"{name} {value.dtype}{value.shape} for {known.dtype}{known.shape}"] += 1
         return
@@ -253,7 +254,7 @@ def _kinds(entries: Mapping[str, Array]) -> Array:
 
 
 class Exact:
-    """One step of a policy in float64, for rows in which float32 is not sufficient.
+    """One step of a policy in float64, for rows beyond the precision of float32.
 
     Attributes:
         values: The action and the next recurrent states by name.
@@ -273,7 +274,7 @@ class Exact:
         ]
 
     def excuses(self, value: Array, known: Array) -> tuple[Array, Array]:
-        """Return masks ``[N]`` of rows with an overflow in float32, and of rows with equal scores of both actions."""
+        """Return two masks ``[N]``: rows with an overflow in float32, and rows with equal scores of both actions."""
         overflow, tied = np.zeros(len(value), bool), np.ones(len(value), bool)
         choices = [(actions - self._start).reshape(len(value), -1) for actions in (value, known)]
         for part, (single, double) in enumerate(zip(*(_scores(*step) for step in self._steps), strict=True)):
@@ -287,7 +288,7 @@ class Exact:
 
 @torch.no_grad()
 def _scores(policy: Any, step: TensorDict) -> list[Array]:
-    """Return the logits or values of each discrete choice, ``[N, A]`` each."""
+    """Return the logits or values of each discrete choice, each ``[N, A]``."""
     if isinstance(policy, NormalizedPolicy):
         return _scores(policy.policy, policy._normalized(step))
     if isinstance(policy, ExploringPolicy):

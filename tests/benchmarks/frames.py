@@ -1,14 +1,15 @@
-"""256 pairs of four stacked frames of 84 x 84: kept once by ours and by TorchRL, beside whole stacks in a ring.
+"""Compare samples of 256 pairs of stacked frames from single frames and from whole stacks.
 
     python tests/benchmarks/frames.py
 
-8 environments, episodes of U[100, 500) steps, one thread. TorchRL's fastest way is to keep whole stacks in a
-LazyTensorStorage; the one to put them together when they are read is CatFrames over slices.
+A stack has four frames of 84 x 84. Ours and TorchRL store each frame once, or whole stacks in a ring. The data come
+from 8 environments with episodes of U[100, 500) steps, and all code runs on one thread. TorchRL's fastest way stores
+whole stacks in a LazyTensorStorage. Its way to build stacks from stored frames is CatFrames over slices.
 
-A sample of FrameStorage takes 1.0 to 1.1 times as long as one of whole stacks in a RingStorage, 1.3 times for 32 pairs,
-and keeps 1.01 frames a transition instead of 8. FrameStackTransform takes 2.1 to 2.4 times as long as FrameStorage,
-TorchRL's whole stacks 7 to 9 times. Its CatFrames, timed apart and so less exactly, take 50 to 110 times as long, and
-with ``make_rb_transform_and_sampler`` seconds.
+A sample of FrameStorage takes 1.0 to 1.1 times the time of whole stacks in a RingStorage, and 1.3 times for 32 pairs.
+It stores 1.01 frames per transition instead of 8. FrameStackTransform takes 2.1 to 2.4 times the time of FrameStorage,
+and TorchRL's whole stacks take 7 to 9 times. CatFrames is timed separately and less precisely: it takes 50 to 110 times
+the time, and seconds with ``make_rb_transform_and_sampler``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ CATFRAMES = "TorchRL, CatFrames"
 
 
 def episodes(steps: int) -> tuple[list[TensorDict], list[TensorDict]]:
-    """Return the steps of each environment, ``[steps]``: with single frames, and with stacks."""
+    """Return the steps ``[steps]`` of each environment, once with single frames and once with stacks."""
     single, stacked = [], []
     for env in range(ENVS):
         ends = torch.randint(100, 500, (steps // 100 + 1,)).cumsum(0) - 1
@@ -44,7 +45,7 @@ def episodes(steps: int) -> tuple[list[TensorDict], list[TensorDict]]:
         done[ends[ends < steps]] = True
         episode = done.squeeze(1).cumsum(0) - done.squeeze(1).long()
         begin = torch.searchsorted(episode, episode)
-        # One more frame for each episode, the last.
+        # Each episode has one more frame than steps: its last observation.
         frames = torch.randint(0, 256, (steps + int(episode[-1]) + 1, SIDE, SIDE), dtype=torch.uint8)
         place = torch.arange(steps) + episode
         earlier = (place.unsqueeze(1) + torch.arange(1 - STACK, 1)).maximum((begin + episode).unsqueeze(1))
@@ -60,7 +61,7 @@ def episodes(steps: int) -> tuple[list[TensorDict], list[TensorDict]]:
 
 
 def contenders() -> tuple[dict[str, Any], dict[str, float]]:
-    """Return samples of each, and frames that each keeps for a transition."""
+    """Return the sample functions and the stored frames per transition."""
     steps = CAPACITY // ENVS
     single, stacked = episodes(steps)
     frames, ring, bare = FrameStorage(CAPACITY, STACK), RingStorage(CAPACITY), RingStorage(CAPACITY)
@@ -78,12 +79,12 @@ def contenders() -> tuple[dict[str, Any], dict[str, float]]:
     samples: dict[str, Any] = {name: buffer.sample for name, buffer in buffers.items()}
     per = {"FrameStorage": frames.reserved_frames / CAPACITY, "RingStorage of whole stacks": 2.0 * STACK}
     whole = ReplayBuffer(storage=LazyTensorStorage(CAPACITY), batch_size=PAIRS)
-    # The slice up to a step is its stack, so that the last window needs no padding. One CatFrames for each key: one for
-    # both, as make_rb_transform_and_sampler has it, also pads what is after the first step, in seconds.
+    # Each slice ends at its step, so the last window is not padded. Each key has its own CatFrames: with one for both,
+    # as in make_rb_transform_and_sampler, entries after the first step are padded, which takes seconds.
     cat = (CatFrames(N=STACK, dim=-3, in_keys=[key], reset_key="_reset") for key in ("observation", AFTER))
     transform = Compose(lambda td: td.reshape(-1, STACK).refine_names(None, "time"), *cat, lambda td: td[:, -1])
     sampler = SliceSampler(slice_len=STACK, traj_key="traj", cache_values=True)
-    # TensorDictReplayBuffer would refuse the transform, which changes the number of rows.
+    # TensorDictReplayBuffer does not accept a transform that changes the number of rows.
     slices = ReplayBuffer(
         storage=LazyTensorStorage(CAPACITY), sampler=sampler, transform=transform, batch_size=PAIRS * STACK
     )
@@ -103,7 +104,7 @@ if __name__ == "__main__":
     samples, per = contenders()
     for name, frames in per.items():
         say(f"{name}: {frames:.3f} frames a transition")
-    # The slow one runs apart: few calls fit between its own, and so few differ from run to run by more than tenfold.
+    # CatFrames is timed separately: interleaved with it, the others would run too few calls for stable times.
     slow = {CATFRAMES: samples.pop(CATFRAMES)}
     say(table("256 pairs of stacks", compare(samples), "FrameStorage"))
     say(table("256 pairs of stacks", compare(slow, repetitions=5), CATFRAMES))

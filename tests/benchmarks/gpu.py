@@ -1,12 +1,12 @@
-"""On a CUDA device: replay, estimators and updates against TorchRL and a compiled loop, interleaved.
+"""Compare replay, estimators and updates on a CUDA device with TorchRL and a compiled loop, interleaved.
 
     python tests/benchmarks/gpu.py [--device cuda] [--size 1000000] [--repetitions 11] [--json timings.json]
 
-``prioritized`` draws 256 of a million cells on the device and takes their priorities back, with trees on the CPU, the
-default, and on the device; ``uniform`` only draws. TorchRL needs its compiled extension for prioritized sampling and is
-left out where it does not load. ``gae`` estimates rollouts that lie on the device. ``update`` is one update of PPO and
-SAC in the Trainer, eager and compiled. Each call ends with a synchronisation, so that what is timed is done.
-``--device cpu`` only shows that the script runs.
+``prioritized`` draws 256 of a million cells on the device and updates their priorities. Its trees are on the CPU, the
+default, or on the device. ``uniform`` only draws. TorchRL needs its compiled extension for prioritized sampling;
+without the extension it is skipped. ``gae`` estimates rollouts on the device. ``update`` is one update of PPO and SAC
+in the Trainer, eager and compiled. Each call ends with a synchronisation, so the time includes the work of the device.
+``--device cpu`` only checks that the script runs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BATCH, UPDATES, SKIPPED = 256, 200, 50
 
 
 def finished(call: Callable[[], object], device: str) -> Contender:
-    """Return a call that ends when the device has done it."""
+    """Return a call that ends when the device has finished its work."""
     if device == "cpu":
         return call
 
@@ -73,14 +73,14 @@ def transitions(count: int, device: str) -> TensorDict:
 
 
 def filled(buffer: Any, size: int, device: str) -> Any:
-    """Fill a buffer in pieces."""
+    """Fill a buffer in chunks."""
     for start in range(0, size, 100_000):
         buffer.extend(transitions(min(100_000, size - start), device))
     return buffer
 
 
 def drawing(buffer: Any, device: str, prioritized: bool) -> Contender:
-    """Return a draw, with priorities taken back where there are any."""
+    """Return a function that draws a batch and, if ``prioritized``, updates its priorities."""
 
     def draw() -> None:
         batch = buffer.sample()
@@ -92,7 +92,7 @@ def drawing(buffer: Any, device: str, prioritized: bool) -> Contender:
 
 
 def replay(size: int, device: str, prioritized: bool) -> dict[str, Contender]:
-    """Return the buffers that draw."""
+    """Return the draws of all replay buffers."""
 
     def own(sampler: Any) -> Contender:
         buffer = ExperienceBuffer(storage=RingStorage(size, device=device), sampler=sampler, batch_size=BATCH)
@@ -117,7 +117,7 @@ def replay(size: int, device: str, prioritized: bool) -> dict[str, Contender]:
 def by_loop(
     reward: Tensor, value: Tensor, next_value: Tensor, terminated: Tensor, done: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Estimate step by step, as one writes it down first."""
+    """Estimate step by step with a plain loop."""
     delta = reward + 0.99 * next_value * ~terminated - value
     trace = 0.99 * 0.95 * (~done).to(value.dtype)
     advantage, last = torch.empty_like(value), torch.zeros_like(value[0])
@@ -128,7 +128,7 @@ def by_loop(
 
 
 def estimators(steps: int, num_envs: int, device: str) -> dict[str, Contender]:
-    """Return the ways to estimate a rollout ``[T, N, 1]``; TorchRL's has time behind the environments."""
+    """Return the estimators of a rollout ``[T, N, 1]``. TorchRL expects ``[N, T, 1]``."""
     torch.manual_seed(0)
     reward, value, next_value = torch.randn(3, steps, num_envs, 1, device=device)
     terminated = torch.rand(steps, num_envs, 1, device=device) < 0.01
@@ -139,14 +139,14 @@ def estimators(steps: int, num_envs: int, device: str) -> dict[str, Contender]:
         OURS: finished(lambda: gae(*own, gamma=0.99, lmbda=0.95), device),
         TORCHRL: finished(lambda: vec_generalized_advantage_estimate(0.99, 0.95, *turned), device),
     }
-    if steps <= 128:  # unrolled, a longer loop takes minutes to compile
+    if steps <= 128:  # the loop is unrolled: a longer one takes minutes to compile
         loop = torch.compile(by_loop)
         contenders[LOOP] = finished(lambda: loop(*own), device)
     return contenders
 
 
 def update(algorithm: str, compiled: bool, device: str) -> Timing:
-    """Time training steps in the Trainer, those that compile and warm up left out."""
+    """Time training steps in the Trainer without the first steps, which compile and warm up."""
     samples: list[float] = []
 
     def timed(step: Callable[..., Any]) -> Callable[..., Any]:

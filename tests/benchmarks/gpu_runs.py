@@ -1,9 +1,9 @@
-"""Whole training runs with networks on a GPU and environments on the CPU, beside Stable-Baselines3's, interleaved.
+"""Compare whole training runs with networks on a GPU and environments on the CPU with Stable-Baselines3.
 
     python tests/benchmarks/gpu_runs.py [sac dqn_pong ppo_pong ...] [--device cuda] [--repetitions 3] [--scale 1.0]
 
-Settings and names are those of ``end_to_end.py``; speeds are frames per second of the clock on the wall. Needs the
-extras ``bench`` and ``atari``.
+The runs are interleaved. Settings and names are the same as in ``end_to_end.py``. Speeds are frames per second of
+wall-clock time. Needs the extras ``bench`` and ``atari``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RUNS: dict[str, tuple[str, Callable[..., Sides], int]] = {
     "dqn_pong": ("DQN Pong, 4 environments", dqn_pong_sides, 600),
     "ppo_pong": ("PPO Pong, 8 environments", ppo_pong_sides, 4),
 }
-"""Titles, both sides, and how long the runs are: updates, or rollouts."""
+"""Title, both sides, and length in updates or rollouts of each run."""
 
 
 def main() -> int:

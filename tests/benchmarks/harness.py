@@ -1,10 +1,11 @@
-"""Honest timing of contenders on a shared machine.
+"""Timing of contenders on a shared machine.
 
-All contenders of a comparison run interleaved in one process, each round beginning with the next one, so that a busy
-neighbour hits all of them alike. A repetition lasts long enough for the clock; reported are the median, the quartiles
-and the fastest repetition. Garbage collection is off while the clock runs, and everything runs on one thread.
+All contenders of a comparison run interleaved in one process. Each round starts with another contender, so other load
+on the machine affects all contenders equally. A repetition is long enough for the resolution of the clock. The report
+contains the median, the quartiles and the fastest repetition. Garbage collection is off during the timing, and all code
+runs on one thread.
 
-Call :func:`one_thread` before torch, numpy or jax are imported.
+Call :func:`one_thread` before the import of torch, numpy or jax.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds that one call took."""
+    """Microseconds per call."""
 
     name: str
     median: float
@@ -36,7 +37,7 @@ class Timing:
 
 
 def one_thread(pin: bool = True) -> None:
-    """Keep every thread pool of this process at one thread, and the process on one core."""
+    """Limit each thread pool of this process to one thread; pin the process to one core if ``pin`` is true."""
     for name in ("OMP", "MKL", "OPENBLAS", "NUMBA", "VECLIB_MAXIMUM"):
         os.environ[f"{name}_NUM_THREADS"] = "1"
     os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
@@ -52,9 +53,9 @@ def compare(
     seconds: float = 0.03,
     clock: Clock = time.perf_counter,
 ) -> list[Timing]:
-    """Time all contenders, interleaved with a rotating start; each repetition lasts about ``seconds``.
+    """Time all contenders, interleaved with a rotating start. Each repetition takes about ``seconds``.
 
-    ``time.process_time`` as the clock leaves out what neighbours on the same core take.
+    The clock ``time.process_time`` excludes the time of other processes on the same core.
     """
     names = list(contenders)
     calls = {name: _calls_in(contenders[name], seconds, clock) for name in names}
@@ -75,7 +76,7 @@ def compare(
 
 
 def _calls_in(contender: Contender, seconds: float, clock: Clock) -> int:
-    contender()  # compiles, allocates
+    contender()  # the first call compiles and allocates
     calls = 1
     while True:
         spent = _time(contender, calls, clock) * calls * 1e-6
@@ -97,7 +98,7 @@ def _summary(name: str, samples: list[float]) -> Timing:
 
 
 def table(title: str, timings: list[Timing], reference: str) -> str:
-    """Lay the timings out, fastest first, with their ratio to the reference."""
+    """Format the timings as a table, fastest first, with their ratio to the reference."""
     base = next(timing.median for timing in timings if timing.name == reference)
     lines = [title, f"  {'':<34}{'median us':>11}{'quartiles':>22}{'fastest':>11}{'ratio':>9}"]
     for timing in sorted(timings, key=lambda timing: timing.median):
@@ -108,13 +109,13 @@ def table(title: str, timings: list[Timing], reference: str) -> str:
 
 
 def say(text: str) -> None:
-    """Write a line at once, so that a long benchmark shows where it is."""
+    """Print a line and flush it, so that a long benchmark displays its progress."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def write_json(path: Path, results: Mapping[str, list[Timing]]) -> None:
-    """Keep the timings of several comparisons, with the machine that they are from."""
+    """Write the timings of several comparisons and the description of the machine."""
     content = {
         "machine": {"processor": platform.processor() or platform.machine(), "python": platform.python_version()},
         "microseconds": {title: [asdict(timing) for timing in timings] for title, timings in results.items()},

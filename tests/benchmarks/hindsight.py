@@ -1,9 +1,10 @@
-"""Batches of 256 with hindsight, four fifths of them relabelled: ours beside Stable-Baselines3's HerReplayBuffer.
+"""Compare hindsight batches of our buffer with HerReplayBuffer of Stable-Baselines3.
 
     python tests/benchmarks/hindsight.py
 
-The same episodes of 50 steps, as FetchReach has them, in one environment and one thread. Both draw single steps with
-replacement, take goals of the rest of the episode and compute the reward anew.
+A batch has 256 steps, and four fifths of them are relabelled. Both buffers contain the same episodes of 50 steps, the
+episode length of FetchReach, from one environment. Both run on one thread, draw single steps with replacement, use
+goals from the rest of the episode and compute the reward again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SIZES = {"observation": 10, "achieved_goal": 3, "desired_goal": 3}
 
 
 class Goals(gym.Env[dict[str, Any], Any]):
-    """What HerReplayBuffer asks of an environment: its spaces and its reward."""
+    """Environment with only the spaces and the reward function, which HerReplayBuffer reads."""
 
     observation_space = spaces.Dict({key: spaces.Box(-np.inf, np.inf, (n,), np.float64) for key, n in SIZES.items()})
     action_space = spaces.Box(-1.0, 1.0, (4,), np.float32)
@@ -43,7 +44,7 @@ class Goals(gym.Env[dict[str, Any], Any]):
 
 
 def steps(count: int) -> dict[str, Any]:
-    """Return observations before and after each step, actions, and ends."""
+    """Return observations before and after each step, actions and episode ends."""
     rng = np.random.default_rng(0)
     path = {key: rng.normal(size=(count // LENGTH, LENGTH + 1, n)) for key, n in SIZES.items()}
     path["desired_goal"][:] = path["desired_goal"][:, :1]
@@ -68,7 +69,7 @@ def ours(data: dict[str, Any], count: int) -> ExperienceBuffer:
 def theirs(data: dict[str, Any], count: int) -> HerReplayBuffer:
     env = DummyVecEnv([Goals])
     buffer = HerReplayBuffer(count, env.observation_space, env.action_space, env, device="cpu", n_sampled_goal=4)
-    # As `add` does, of which a million calls would take a minute.
+    # Fill the arrays directly: a million calls of `add` would take a minute.
     for key in SIZES:
         buffer.observations[key][:, 0], buffer.next_observations[key][:, 0] = data["now"][key], data["after"][key]
     buffer.actions[:, 0], buffer.rewards[:], buffer.full = data["action"], -1.0, True

@@ -1,13 +1,14 @@
-"""Is a run that is killed at a random moment, and resumed, the run that is not killed?
+"""Kill runs at random moments, resume them and compare them with uninterrupted runs.
 
     python tests/benchmarks/kills.py [--kills 60] [--seed 0] [--seconds S]
 
-Runs of PPO, DQN (with the buffer inside and beside the checkpoint, and in mapped files), PPO+D, and SAC on sequences
-get SIGINT, SIGTERM or SIGKILL at a random moment of their training. In the first 18 kills, each of the six runs gets
-each signal once after its first checkpoint and before its end; the others get their signals in turn, at any moment.
-Each run is resumed from its last checkpoint, if it has written one, to its end, and compared bit for bit with an
-uninterrupted run: weights, optimizers, random states, counters and buffer. Each rollout begins with a reset and has
-several steps. No kill begins after ``--seconds``.
+The runs train PPO, DQN, PPO+D, and SAC on sequences. DQN stores its buffer inside the checkpoint, beside it, or in
+mapped files. The runs get SIGINT, SIGTERM or SIGKILL at a random moment of their training. In the first 18 kills, each
+of the six runs gets each signal once after its first checkpoint and before its end. All other kills come at any moment.
+
+Each run with a checkpoint is resumed from its last checkpoint to its end. It is then compared bit for bit with an
+uninterrupted run: weights, optimizers, random states, counters and buffer. Each rollout starts with a reset and has
+several steps. No kill starts after ``--seconds``.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ STREAMS: dict[str, tuple[str, list[str]]] = {
 }
 SIGNALS = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
 PAIRS = len(STREAMS) * len(SIGNALS)
-"""The first kills, which come after the first checkpoint."""
-OFTEN = "trainer.check_val_every_n_epoch=1"  # a checkpoint after each epoch, so that SIGKILL leaves one
+"""Number of the first kills, which come after the first checkpoint."""
+OFTEN = "trainer.check_val_every_n_epoch=1"  # SIGKILL does not write a checkpoint, so each epoch writes one
 
 
 def durations(experiment: str, folder: Path, *more: str) -> tuple[float, float]:
-    """Return after how many seconds of training a run has written its first checkpoint, and its last one."""
+    """Return the seconds of training before the first and before the last checkpoint of a run."""
     process, into = _noting(experiment, folder, *more)
     last = into / "checkpoints" / "last.ckpt"
     process.waits_for(last.exists)
@@ -61,19 +62,19 @@ def durations(experiment: str, folder: Path, *more: str) -> tuple[float, float]:
 def killed(
     experiment: str, folder: Path, number: int, seconds: float, *more: str, after_checkpoint: bool = False
 ) -> tuple[int, Path | None]:
-    """Send a run a signal, and resume it; return its status and last checkpoint.
+    """Send a signal to a run and resume it; return its status and last checkpoint.
 
     Args:
         experiment: The experiment.
         folder: A new folder.
         number: The signal.
-        seconds: How long the run has trained when it gets the signal.
+        seconds: Seconds of training before the signal.
         more: Further arguments of the command.
-        after_checkpoint: Count the seconds from the first checkpoint on, not from the beginning of training.
+        after_checkpoint: Count the seconds from the first checkpoint, not from the start of training.
 
     Returns:
-        The exit status and the last checkpoint: None if the run had not written one. The status is 0 if the run had
-        ended before.
+        The exit status, and the last checkpoint or None if the run has not written one. The status is 0 if the run
+        ended before the signal.
     """
     process, into = _noting(experiment, folder, *more)
     last = into / "checkpoints" / "last.ckpt"
@@ -86,12 +87,12 @@ def killed(
     arguments, total, _ = settings(experiment)
     rest = {"data.total_frames": total, "trainer.max_steps": -1, "ckpt_path": str(last), "trusted": True}
     resumed_last = to_its_end(folder, [*arguments, *more], folder / "rest", rest, task)
-    # A run that had come to its end writes nothing new.
+    # A run that had ended before does not write a new checkpoint.
     return status, resumed_last if resumed_last.exists() else last
 
 
 def _noting(experiment: str, folder: Path, *more: str) -> tuple[Forked, Path]:
-    """Start a run that makes a file when it begins to train; return it and the folder of the run."""
+    """Start a run that creates a file at the start of training; return the process and the folder of the run."""
     arguments, total, _ = settings(experiment)
     into, changed = folder / "cut", {"data.total_frames": total, "trainer.max_steps": -1}
     config = config_of([*arguments, *more], into, changed)
@@ -142,7 +143,7 @@ def main() -> None:
                 )
                 if not covers or status:
                     break
-                moment /= 2.0  # the run had ended before
+                moment /= 2.0  # the run ended before the signal
             result = "no checkpoint yet"
             if last_of_resumed is not None:
                 differ = differences(expected, last_of_resumed)

@@ -1,11 +1,10 @@
-"""Lightning's own share of training with a tiny network: DQN and PPO on CartPole-v1.
+"""Measure Lightning's share of the training time with a tiny network: DQN and PPO on CartPole-v1.
 
     python tests/benchmarks/lightning_share.py [--json timings.json] [--repetitions 7] [--check]
 
-`Trainer.fit` against the same loop written by hand: the same DataModule collects, the same buffer is sampled, the same
-module learns, but batches go from hand to hand, losses go backward and optimizers step without a trainer. Runs are
-interleaved; what counts is processor time, which neighbours do not lengthen. ``--check`` exits with 1 where a budget is
-missed.
+`Trainer.fit` is compared with the same loop without a Trainer. Both use the same DataModule, buffer and module. The
+manual loop passes batches, calls ``backward`` and steps the optimizers directly. Runs are interleaved and measured in
+processor time, because other processes do not change it. ``--check`` exits with 1 if a budget is missed.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ NUM_ENVS, EPOCHS = 8, 9
 
 
 def replay(updates_per_step: int) -> ReplayDataModule:
-    """Return a stream of 256 updates an epoch, with eight frames for each."""
+    """Return replay data with 256 updates per epoch and eight frames per update."""
     return ReplayDataModule(
         "CartPole-v1",
         buffer=partial(ExperienceBuffer, storage=RingStorage(50_000)),
@@ -57,7 +56,7 @@ def replay(updates_per_step: int) -> ReplayDataModule:
 
 
 def rollouts(updates_per_step: int) -> OnPolicyDataModule:
-    """Return a stream of 16 updates an epoch, from 128 steps of each environment."""
+    """Return rollout data with 16 updates per epoch from 128 steps of each environment."""
     return OnPolicyDataModule(
         "CartPole-v1",
         num_envs=NUM_ENVS,
@@ -70,7 +69,7 @@ def rollouts(updates_per_step: int) -> OnPolicyDataModule:
 
 
 class ByHand:
-    """A module without a trainer: its losses go backward, and torch's optimizers step, directly."""
+    """A module without a Trainer. It calls ``backward`` and the optimizers of torch directly."""
 
     hand: Any = None
     raw: Any = ()
@@ -81,15 +80,15 @@ class ByHand:
 
     @property
     def trainer(self) -> Any:
-        """What a module asks about its run."""
+        """Return the stand-in for the Trainer."""
         return self.hand.trainer
 
     def manual_backward(self, loss: Tensor) -> None:
-        """As the module, without Lightning between."""
+        """Call ``backward`` directly."""
         loss.backward()
 
     def step_optimizers(self: Any, *, inner: bool = False) -> dict[str, Tensor]:
-        """As the module, without Lightning between."""
+        """Clip the gradients and step each optimizer directly; return the gradient norms."""
         norms = {}
         for optimizer, (name, group) in zip(self.raw, self._groups.items(), strict=True):
             norms[name] = group.clip(self.max_grad_norm)
@@ -98,11 +97,11 @@ class ByHand:
 
 
 class BareDQN(ByHand, DQNModule):
-    """DQN without a trainer."""
+    """DQN without a Trainer."""
 
 
 class BarePPO(ByHand, PPOModule):
-    """PPO without a trainer."""
+    """PPO without a Trainer."""
 
 
 def make_module(cls: type) -> Any:
@@ -111,7 +110,7 @@ def make_module(cls: type) -> Any:
 
 
 def in_the_trainer(cls: type, data: Any) -> float:
-    """Return the seconds of all epochs but the first."""
+    """Return the seconds of all epochs except the first."""
     began = 0.0
 
     class Clock(L.Callback):
@@ -136,7 +135,7 @@ def in_the_trainer(cls: type, data: Any) -> float:
 
 
 def by_hand(cls: type, data: Any) -> float:
-    """Return the same, without Lightning."""
+    """Return the seconds of the same epochs without Lightning."""
     module = make_module(cls)
     module.hand = data
     count = SimpleNamespace(ready=0, processed=0)
@@ -175,7 +174,7 @@ def by_hand(cls: type, data: Any) -> float:
     return seconds
 
 
-# Name, module with and without a trainer, stream, updates of an epoch, Lightning's share at most.
+# Name, module with and without a Trainer, data, updates per epoch, upper bound of Lightning's share.
 CASES: list[tuple[str, type, type, Callable[[], Any], int, float]] = [
     ("DQN, batch 128, 8 frames an update, 1 update a step", DQNModule, BareDQN, partial(replay, 1), 256, 0.3),
     ("DQN, the same, 16 updates a step, as auto has it", DQNModule, BareDQN, partial(replay, 16), 256, 0.05),
@@ -185,7 +184,7 @@ CASES: list[tuple[str, type, type, Callable[[], Any], int, float]] = [
 
 
 def main() -> int:
-    """Print the tables."""
+    """Print the tables and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repetitions", type=int, default=7)
@@ -202,7 +201,7 @@ def main() -> int:
             ):
                 runs[name].append(seconds * 1e6 / (updates * (EPOCHS - 1)))
         results[title] = timings = [_timing(name, found) for name, found in runs.items()]
-        # Each pair ran at the same time.
+        # Compare within pairs: both runs of a pair ran under the same load.
         share = statistics.median(1 - hand / fit for fit, hand in zip(*runs.values(), strict=True))
         say(table(title, timings, "by hand"))
         say(f"  Lightning's share: {share:.1%}, the budget is {budget:.0%}\n")

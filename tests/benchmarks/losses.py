@@ -1,8 +1,8 @@
-"""One PPO update and one policy step: ours, TorchRL's and bare torch's.
+"""Compare one PPO update and one policy step of ours, TorchRL and plain torch.
 
     python tests/benchmarks/losses.py
 
-Mini-batches of 256, two layers of 64, tanh, one thread.
+Mini-batches have 256 rows, networks have two tanh layers of 64, and all code runs on one thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KWARGS = {"entropy_coeff": 0.01, "critic_coeff": 0.5, "loss_critic_type": "l2", 
 
 
 def make_batch(size: int = 256) -> TensorDict:
-    """Return a mini-batch as a buffer would."""
+    """Return a mini-batch with the entries of a buffer."""
     batch = TensorDict({"observation": torch.randn(size, 4), "action": torch.randint(0, 2, (size,))}, [size])
     batch["action_log_prob"] = torch.full((size,), -0.69)
     for key in ("advantage", "value_target", "state_value"):
@@ -39,7 +39,7 @@ def make_batch(size: int = 256) -> TensorDict:
 
 
 def optimizer_step(parameters: list[nn.Parameter], fused: bool) -> Contender:
-    """Return clipping and an Adam step over gradients already there."""
+    """Return a function that clips existing gradients and steps Adam."""
     optimizer = torch.optim.Adam(parameters, lr=1e-4, fused=fused)
 
     def step() -> None:
@@ -51,7 +51,7 @@ def optimizer_step(parameters: list[nn.Parameter], fused: bool) -> Contender:
 
 
 def torchrl_update(loss: LossModule, batch: TensorDict, fused: bool) -> Contender:
-    """Return an update through a loss module's forward."""
+    """Return an update with the forward pass of a loss module."""
     step = optimizer_step(list(loss.parameters()), fused)
 
     def update() -> None:
@@ -63,7 +63,7 @@ def torchrl_update(loss: LossModule, batch: TensorDict, fused: bool) -> Contende
 
 
 def our_update(module: PPOModule, batch: TensorDict) -> Contender:
-    """Return an update as `ActorCriticModule` makes it."""
+    """Return an update like in `ActorCriticModule`."""
     step = optimizer_step(list(module.parameters()), True)
 
     def update() -> None:
@@ -75,7 +75,7 @@ def our_update(module: PPOModule, batch: TensorDict) -> Contender:
 
 
 def bare_update(batch: TensorDict) -> Contender:
-    """Return the same arithmetic without modules of ours or TorchRL's."""
+    """Return the same arithmetic without modules of ours or of TorchRL."""
     actor, critic = (
         nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, out)) for out in (2, 1)
     )
@@ -97,7 +97,7 @@ def bare_update(batch: TensorDict) -> Contender:
 
 
 def updates() -> list[Timing]:
-    """Time whole updates: forward, backward, clipping, Adam."""
+    """Time whole updates: forward, backward, clipping and Adam."""
     batch = make_batch()
 
     def networks() -> tuple[nn.Module, nn.Module]:

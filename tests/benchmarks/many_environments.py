@@ -1,10 +1,10 @@
-"""CartPoles that EnvPool steps behind our collector, with random actions: frames per CPU second.
+"""Measure frames per CPU second of our collector on EnvPool's CartPoles with random actions.
 
     python tests/benchmarks/many_environments.py [--check]
 
-``EnvPool`` is a bare loop over its environments that does as much: random actions, and a reset of those that ended in
-the step of their end. It is interleaved with ours, and says what the machine gives at that hour. ``--check`` exits
-with 1 where a budget is missed.
+``EnvPool`` is a plain loop with the same work: random actions, and a reset of each environment in the same step as
+its end. It runs interleaved with ours, so that the ratio does not depend on the load of the machine. ``--check`` exits
+with 1 if a budget is missed.
 """
 
 from __future__ import annotations

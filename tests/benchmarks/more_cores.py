@@ -1,12 +1,14 @@
-"""Four environments of a millisecond a step, and four that compute: in this process, in one each, by four workers.
+"""Compare collection from four environments in one process, in four processes, and by four workers.
 
     python tests/benchmarks/more_cores.py [--seconds 3] [--check]
 
-One waits (as for a simulator elsewhere), so that one core is enough; the other is CartPole. Frames per second of time
-that passed, their share of what four environments give, and processor time a frame, of all processes, in microseconds.
-``bare`` steps one environment by Gymnasium alone, interleaved with ours: four give four times as many, 4,000 where a
-millisecond takes no longer. ``--check`` exits with 1 where a budget is missed; on fewer than four free cores the
-figures are lower bounds.
+One environment waits for a millisecond per step, like a remote simulator, so one core is enough. The other one is
+CartPole, which computes. Each row contains frames per second of wall-clock time, the share of the ideal rate, and
+microseconds of processor time per frame over all processes.
+
+``bare`` steps one environment with Gymnasium only, interleaved with ours. The ideal rate is four times this speed: at
+most 4,000 frames/s for the environment that waits. ``--check`` exits with 1 if a budget is missed. With fewer than four
+free cores the results are lower bounds.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ from torchrl_lightning import AsynchronousCollector, GymnasiumCollector, MLPNetw
 
 ENVS, STEPS = 4, 64
 BUDGETS = {"async": 0.55, "process": 0.8}
-"""Least shares of what four environments give: 2,200 and 3,200 of 4,000 frames/s."""
+"""Minimum shares of the ideal rate: 2,200 and 3,200 of 4,000 frames/s."""
 
 
 class Waiting(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Waits a millisecond in each step."""
+    """Wait for a millisecond in each step."""
 
     def step(self, action: Any) -> Any:
         time.sleep(0.001)
@@ -67,14 +69,14 @@ def collectors(env: Any) -> dict[str, Any]:
 
 
 class Bare:
-    """One environment that Gymnasium steps alone, with random actions."""
+    """One environment with random actions, stepped by Gymnasium only."""
 
     def __init__(self, env: Any) -> None:
         self.env = env()
         self.env.reset(seed=0)
 
     def rollout(self) -> torch.Tensor:
-        """Step it, and return its rewards."""
+        """Step the environment and return its rewards."""
         rewards = torch.empty(ENVS * STEPS)
         for step in range(len(rewards)):
             _, reward, terminated, truncated, _ = self.env.step(self.env.action_space.sample())
@@ -84,12 +86,12 @@ class Bare:
         return rewards
 
     def shutdown(self) -> None:
-        """Close it."""
+        """Close the environment."""
         self.env.close()
 
 
 def spent() -> float:
-    """Processor time of this process and of its children, who are read from the system while they live."""
+    """Return the processor time of this process and of its live children, read from /proc."""
     own = resource.getrusage(resource.RUSAGE_SELF)
     total = own.ru_utime + own.ru_stime
     for folder in Path("/proc").glob("[0-9]*"):

@@ -1,10 +1,10 @@
-"""What normalising observations and rewards costs a whole training run: frames per second of processor time.
+"""Measure the cost of normalised observations and rewards in whole training runs.
 
     python tests/benchmarks/normalization.py [--repetitions 7] [--scale 0.5] [--check]
 
-Each run of ours is repeated with and without ``normalize_observation`` and ``normalize_reward``, interleaved, and PPO
-beside Stable-Baselines3 with and without ``VecNormalize``. ``--check`` exits with 1 where more than a twentieth of the
-frames per second is lost.
+The unit is frames per second of processor time. Each run of ours is repeated with and without ``normalize_observation``
+and ``normalize_reward``, interleaved. PPO is also compared with Stable-Baselines3 with and without ``VecNormalize``.
+``--check`` exits with 1 if a run loses more than a twentieth of its frames per second.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torchrl_lightning.agents import DQNModule, MLPNetwork, SACModule
 
 RAW, NORMALISED = "raw", "normalised"
 PEER_RAW, PEER_NORMALISED = "Stable-Baselines3, raw", "Stable-Baselines3, VecNormalize"
-KEPT = 0.95  # of the frames per second
+KEPT = 0.95  # minimum share of the frames per second
 
 
 def runs(scale: float) -> list[Run]:
@@ -57,7 +57,7 @@ def runs(scale: float) -> list[Run]:
 
 
 def kept(speeds: dict[str, list[float]], name: str, raw: str) -> float:
-    """Return the share of the speed that is left, the median over pairs that ran one after the other."""
+    """Return the remaining share of the speed: the median over pairs of consecutive runs."""
     return statistics.median(with_it / without for with_it, without in zip(speeds[name], speeds[raw], strict=True))
 
 

@@ -1,8 +1,8 @@
-"""Off-policy learning: one update of DQN, SAC and TD3 against TorchRL's losses, with a fused Adam on both sides.
+"""Compare one update of DQN, SAC and TD3 with TorchRL's losses. Both sides use a fused Adam.
 
     python tests/benchmarks/off_policy.py [--json timings.json]
 
-Lightning's share of such an update is measured by ``lightning_share.py``.
+``lightning_share.py`` measures Lightning's share of an update.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BATCH, WIDTH, GRAD_NORM = 128, 64, 10.0
 
 
 def direct_update(module: OffPolicyModule, batch: Any) -> Contender:
-    """Return an update as the module makes it, without Lightning."""
+    """Return an update of the module without Lightning."""
     (optimizer,), (optimized,) = module.configure_optimizers(), module._groups.values()
 
     def update() -> None:
@@ -55,7 +55,7 @@ def direct_update(module: OffPolicyModule, batch: Any) -> Contender:
 
 
 def torchrls_loss(module: OffPolicyModule, specs: Any) -> Any:
-    """Return TorchRL's loss over networks of the same sizes."""
+    """Return TorchRL's loss with networks of the same sizes."""
     if isinstance(module, DQNModule):
         loss: Any = DQNLoss(module.q_network, delay_value=True, double_dqn=True, action_space="categorical")
     else:
@@ -67,7 +67,7 @@ def torchrls_loss(module: OffPolicyModule, specs: Any) -> Any:
 
 
 def torchrl_update(module: OffPolicyModule, specs: Any, batch: Any) -> Contender:
-    """Return the same update through TorchRL's forward, its target updater and a fused Adam."""
+    """Return the same update with TorchRL's forward pass, its target updater and a fused Adam."""
     loss = torchrls_loss(module, specs)
     parameters = [parameter for parameter in loss.parameters() if parameter.requires_grad]
     optimizer, updater = torch.optim.Adam(parameters, lr=1e-4, fused=True), SoftUpdate(loss, tau=0.005)
@@ -84,7 +84,7 @@ def torchrl_update(module: OffPolicyModule, specs: Any, batch: Any) -> Contender
 
 
 def updates() -> dict[str, list[Timing]]:
-    """Time whole updates: forward, backward, clipping, Adam, target networks."""
+    """Time whole updates: forward, backward, clipping, Adam and target networks."""
     results = {}
     for cls, specs in ((DQNModule, DISCRETE), (SACModule, BOX), (TD3Module, BOX)):
         batch = transitions(specs, BATCH)

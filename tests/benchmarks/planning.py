@@ -1,9 +1,9 @@
-"""Candidate steps that planning makes in a second, by TorchRL's planner and by ours.
+"""Compare the number of candidate steps per second of TorchRL's planner and of ours.
 
     python tests/benchmarks/planning.py
 
-Both fit the same Gaussians to the same samples of one world model; "members alone" are the batched matrix products and
-activations of as many rows, the least that any planner over this ensemble computes.
+Both planners fit the same Gaussians to the same samples of one world model. "members alone" contains only the batched
+matrix products and activations of the same number of rows. It is the minimum for any planner with this ensemble.
 """
 
 from __future__ import annotations

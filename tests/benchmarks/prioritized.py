@@ -1,12 +1,14 @@
-"""Prioritized sampling and updating against its peers, one thread, interleaved.
+"""Compare prioritized sampling and priority updates with peers, interleaved on one thread.
 
     python tests/benchmarks/prioritized.py [--json timings.json] [--repetitions 11] [--batches 32 256 1024]
                                            [--sizes 5 6 7] [--check]
 
-One call samples a batch of 1e6 transitions of 165 bytes (five fields, importance weights), and sets new priorities of
-the cells drawn. Each peer works on its own types, in the form that it likes best. Peers that are not installed, or that
-do not load, are reported as absent. Then ours again with other capacities, each beside 1e4 transitions and alone in
-memory with them; and 256 windows of two steps beside 256 single ones, only sampled. ``--check`` exits with 1 where a
+One call samples a batch from 1e6 transitions and updates the priorities of the sampled cells. A transition has 165
+bytes in five fields; batches contain importance weights. Each peer uses its own types and its fastest interface. Peers
+that are not installed or do not load are reported as absent.
+
+The next tables compare ours at other capacities with 1e4 transitions. Only these two buffers are in memory. The last
+table compares samples of 256 windows of two steps with samples of 256 single steps. ``--check`` exits with 1 if a
 budget is missed.
 """
 
@@ -40,8 +42,8 @@ from torchrl_lightning.replay.ring_storage import RingStorage
 
 ALPHA, BETA, CHUNK = 0.6, 0.4, 10_000
 OURS = "torchrl-lightning"
-FACTORS = {32: 1.0, 256: 1.4, 1024: 1.4}  # asked over the fastest peer, by batch
-WINDOWS = 2.0  # at most, times single steps
+FACTORS = {32: 1.0, 256: 1.4, 1024: 1.4}  # required ratio to the fastest peer, by batch size
+WINDOWS = 2.0  # upper bound of the ratio to single steps
 PEERS = ("TorchRL", "cpprb", "Flashbax", "Tianshou")
 
 
@@ -54,7 +56,7 @@ def absent(name: str, reason: str = "not installed") -> None:
 
 
 def fields(rows: int) -> dict[str, np.ndarray]:
-    """165 bytes a row."""
+    """Return fields with 165 bytes per row."""
     rng = np.random.default_rng(rows)
     return {
         "observation": rng.standard_normal((rows, 17), np.float32),
@@ -118,7 +120,7 @@ def contenders(size: int, batch: int) -> dict[str, Contender]:
 
 
 def torchrl(size: int, batch: int) -> Contender:
-    sampler = TorchRLPrioritizedSampler(size, ALPHA, BETA)  # RuntimeError where its compiled trees do not load
+    sampler = TorchRLPrioritizedSampler(size, ALPHA, BETA)  # raises RuntimeError if its compiled trees do not load
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(size), sampler=sampler, batch_size=batch)
     fill(buffer, size)
     return of_buffer(buffer, batch)
@@ -192,7 +194,7 @@ def tianshou(size: int, batch: int) -> Contender:
         **{name: data[key][0] for name, key in names.items()}, rew=1.0, terminated=False, truncated=False, info={}
     )
     buffer.add(step)
-    # Row by row takes minutes: fill the arrays that it reserved instead.
+    # Calls of `add` for each row take minutes: fill the reserved arrays directly.
     for name, key in names.items():
         buffer._meta[name][:] = np.resize(data[key], buffer._meta[name].shape)
     buffer._size, buffer._insertion_idx = size, 0
@@ -210,7 +212,7 @@ def tianshou(size: int, batch: int) -> Contender:
 
 
 def windows(size: int, batch: int) -> dict[str, Contender]:
-    """Sample windows of two steps, and single ones."""
+    """Return functions that sample windows of two steps and single steps."""
     found: dict[str, Contender] = {}
     for name, options in (("single steps", {}), ("windows of 2", {"batch_length": 2})):
         sampler = PrioritizedSampler(size, ALPHA, BETA, **options)

@@ -1,13 +1,15 @@
-"""Four processes that write one episodic buffer and two that read it, beside one that does the same alone.
+"""Compare six processes on one episodic buffer, four writers and two readers, with a single process.
 
     python tests/benchmarks/processes.py [--json processes.json] [--seconds 60] [--check]
 
-Rows of about 400 bytes of 8 environments, with episode index and returns. A writer writes one step of its two
-environments at a time, a reader draws 128 windows of two steps; each does nothing else, so that all of them want the
-lock all of the time. One process alone takes turns: a write for each pair of environments, and a batch for every so
-many writes as the processes wrote for each batch. *Waiting* is the share of a process's time that it waits for the
-lock. In the second run, one of the writers is killed in the middle; what the others do after that is told apart.
-Everything that is drawn is looked at: rows must be whole. ``--check`` exits with 1 if one is not, or if anybody hangs.
+The buffer has rows of about 400 bytes from 8 environments, an episode index and returns. A writer adds one step of its
+two environments per call. A reader draws 128 windows of two steps per call. The processes do nothing else, so all of
+them always compete for the lock. The single process alternates between writes and draws in the measured ratio of the
+processes.
+
+*Waiting* is the share of the time of a process during which it waits for the lock. In the second run, one writer is
+killed after half of the time, and each half has its own row. Each drawn row is checked for torn writes. ``--check``
+exits with 1 if a row is torn or a process hangs.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ from torchrl_lightning.episodic.episodic_buffer import EpisodicReplayBuffer
 WRITERS, READERS, WIDTH, LENGTH, EPISODE, BATCH = 4, 2, 2, 10_000, 250, 128
 ENVS = WRITERS * WIDTH
 Counts = tuple[int, float, float, bool]
-"""Calls, seconds, seconds of them that were waited, and whether all rows were whole."""
+"""Number of calls, seconds, seconds of waiting, and whether all rows were intact."""
 
 
 class TimedLock:
-    """Another lock that notes how long its owner waits for it."""
+    """A wrapper of a lock that measures the waiting time of its owner."""
 
     def __init__(self, lock: Any) -> None:
         self.lock, self.waited = lock, 0.0
@@ -85,7 +87,7 @@ def draw(buffer: EpisodicReplayBuffer) -> bool:
 
 
 def work(buffer: EpisodicReplayBuffer, first: int, seconds: float, pipe: Any) -> None:
-    """Write two environments from ``first`` on, or draw if that is negative; answer with the counts of each half."""
+    """Write two environments from ``first`` on, or draw if ``first`` is negative; send the counts of each half."""
     torch.set_num_threads(1)
     lock = TimedLock(buffer._write_lock)
     buffer.write_lock = lock
@@ -99,7 +101,7 @@ def work(buffer: EpisodicReplayBuffer, first: int, seconds: float, pipe: Any) ->
 
 
 def together(seconds: float, kill: bool) -> dict[str, list[list[Counts]]]:
-    """Let all of them work at the same time; return the counts of each half of each process."""
+    """Run all processes at the same time; return the counts of each half of each process."""
     buffer, context, crew = build(True), multiprocessing.get_context("fork"), []
     for first in [*range(0, ENVS, WIDTH), *[-1] * READERS]:
         here, there = context.Pipe()
@@ -120,7 +122,7 @@ def together(seconds: float, kill: bool) -> dict[str, list[list[Counts]]]:
 
 
 def alone(seconds: float, writes: int) -> Counts:
-    """Do the work of all of them in turns; return the counts of writes."""
+    """Do the work of all processes in turns; return the counts of writes."""
     buffer, calls, good, start = build(False), 0, True, time.perf_counter()
     while (spent := time.perf_counter() - start) < seconds:
         for _ in range(writes):
@@ -132,7 +134,7 @@ def alone(seconds: float, writes: int) -> Counts:
 
 
 def rate(each: list[list[Counts]], half: slice) -> tuple[float, float]:
-    """Calls per second of all of them together, and the share of their time that they waited."""
+    """Return the total calls per second of all processes and their share of waiting time."""
     kept = [counts for halves in each for counts in halves[half]]
     spent = sum(counts[1] for counts in kept)
     return sum(counts[0] for counts in kept) / spent * len(each), sum(counts[2] for counts in kept) / spent

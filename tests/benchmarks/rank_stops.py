@@ -1,12 +1,14 @@
-"""Do all ranks of a run stop together, at a random moment, and resume as the run that was not stopped?
+"""Stop runs with several ranks at random moments, resume them and compare them with complete runs.
 
     python tests/benchmarks/rank_stops.py [--stops 60] [--seed 0] [--seconds S] [--ranks 2]
 
-One rank, or all ranks, of runs of PPO, DQN and SAC get SIGTERM, SIGINT or SIGKILL, of the command and of a script with
-its own Trainer. Every sixth signal comes before training, all others at a random moment of training. Each run must end
-within 60 seconds without a process that outlives it. After SIGTERM and SIGINT, ``last.ckpt`` is the end of the run. The
-command also returns its status and prints at most 10 lines. Each run is resumed to its end and compared bit for bit
-with an uninterrupted run. No stop begins after ``--seconds``.
+The runs train PPO, DQN and SAC with the command, or with a script with its own Trainer. One rank or all ranks get
+SIGTERM, SIGINT or SIGKILL. The signal comes at a random moment of training; in six of every 36 stops it comes before
+training. Each run must end within 60 seconds, and no process may outlive it.
+
+After SIGTERM and SIGINT, ``last.ckpt`` contains the end of the run. The command must also return the status of the
+signal and print at most 10 lines. Each run is resumed to its end and compared bit for bit with an uninterrupted run. No
+stop starts after ``--seconds``.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from benchmarks.harness import say  # noqa: E402
 from cli.rank_runs import FAMILIES, RankRun, frames_of, weights  # noqa: E402
 
 FRAMES = {"PPO": 3_072, "DQN": 1_536, "SAC": 1_536}
-"""The frames of a complete run: some seconds."""
+"""Frames of a complete run. They take some seconds."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 PROGRAMS = ("command", "Trainer")
 
@@ -49,7 +51,7 @@ class Stops:
         return RankRun.of_command(folder, *settings, ranks=self.ranks)
 
     def complete(self, family: str, program: str) -> tuple[Path, float]:
-        """Return the last checkpoint of a run that nobody stops, and its seconds after its first checkpoint."""
+        """Return the last checkpoint of an uninterrupted run and the seconds after its first checkpoint."""
         if (family, program) not in self._complete:
             run = self.start(self.home / f"{family}_{program}", family, program)
             run.wait_for_checkpoint()
@@ -60,7 +62,7 @@ class Stops:
         return self._complete[family, program]
 
     def stop(self, family: str, program: str, number: signal.Signals, is_one: bool, is_early: bool) -> str:
-        """Stop a run and resume it; return the result. A run that ends before its signal is repeated."""
+        """Stop a run, resume it and return the result. A run that ends before its signal is repeated."""
         _, seconds = self.complete(family, program)
         moment = self.random.uniform(0.0, 4.0 if is_early else seconds)
         for _ in range(4):
@@ -100,7 +102,7 @@ class Stops:
         if not run.last.exists():
             return "ends before a checkpoint" if is_early else "has no checkpoint"
         is_complete = weights(run.last) == weights(complete)
-        if is_complete:  # in the last step, or in the evaluation after the training
+        if is_complete:  # the signal came in the last step, or in the evaluation after the training
             return "had ended before"
         if status == 0:
             return "ended with other weights"
@@ -122,7 +124,7 @@ class Stops:
 
 
 def main() -> None:
-    """Stop runs, and print a table."""
+    """Stop runs and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stops", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)

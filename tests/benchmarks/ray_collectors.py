@@ -1,12 +1,15 @@
-"""Collectors over environments that wait: 1, 2 and 4 actors of a Ray cluster, beside worker processes and TorchRL's.
+"""Compare 1, 2 and 4 Ray actors with worker processes and TorchRL on environments that wait.
 
     python tests/benchmarks/ray_collectors.py [--json ray.json] [--rounds 5] [--batches 12]
 
-CartPole whose steps wait for 1 ms, so that two cores serve four actors; four environments and rollouts of 256 frames
-each; nobody learns, but the weights of a perceptron are published after each batch. Contenders take turns in one
-process, and the first batches of each turn, which were collected in the pause, do not count. Reported are frames a
-second (of the clock on the wall), and the processor time of the learner's process for a batch, of which Ray's threads
-take a part even while nothing comes; the last line has both for rollouts of 8 x 128. Needs the extra ``ray``.
+Each CartPole step waits for 1 ms, so two cores are enough for four actors. An actor has four environments and rollouts
+of 256 frames. No learner runs, but the weights of a perceptron are published after each batch. Contenders take turns in
+one process. The first batches of each turn do not count, because they were collected during the turns of other
+contenders.
+
+The report contains frames per second of wall-clock time and the processor time of the learner's process per batch.
+Ray's threads use a part of this processor time even if no rollout arrives. The last line contains both for rollouts of
+8 x 128. Needs the extra ``ray``.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ ENVS, FRAMES = 4, 256
 
 
 class Waiting(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Waits for a millisecond before each step."""
+    """Wait for 1 ms before each step."""
 
     def step(self, action: Any) -> Any:
         time.sleep(0.001)
@@ -56,7 +59,7 @@ def waiting() -> EnvBase:
 
 
 def policy() -> TensorDictSequential:
-    """Take the better of two actions."""
+    """Return a policy that takes the better of two actions."""
     torch.manual_seed(0)
     network = MLP(in_features=4, out_features=2, num_cells=[64, 64])
     scores = TensorDictModule(network, ["observation"], ["scores"])
@@ -71,7 +74,7 @@ def ours(
 
 
 def contenders() -> dict[str, Any]:
-    """Name collectors of the same environments and policy."""
+    """Return the collectors of the same environments and policy by name."""
     sizes = {"wrappers": [Waiting], "num_envs": ENVS, "frames_per_batch": FRAMES, "seed": 0}
     theirs = {"frames_per_batch": FRAMES, "total_frames": 10**9, "num_collectors": 2, "sync": False}
     room = {"num_cpus": 1, "num_gpus": 0, "memory": 2**27}
@@ -85,7 +88,7 @@ def contenders() -> dict[str, Any]:
 def taken(
     collector: Any, rollouts: Iterator[Any], batches: int, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[float, float]:
-    """Return frames a second and milliseconds of processor time a batch."""
+    """Return frames per second and milliseconds of processor time per batch."""
     for _ in range(8):
         next(rollouts)
     began, busy, frames = clock(), time.process_time(), 0
@@ -96,7 +99,7 @@ def taken(
 
 
 def idle() -> float:
-    """Return milliseconds of processor time that Ray's threads take a second."""
+    """Return the milliseconds of processor time per second of Ray's idle threads."""
     busy = time.process_time()
     time.sleep(5)
     return (time.process_time() - busy) * 1e3 / 5

@@ -1,23 +1,23 @@
-"""Do runs over a Ray cluster survive the death of each of their processes as the guide promises?
+"""Kill each kind of process of runs on a Ray cluster and compare the results with the promises of the guide.
 
     python tests/benchmarks/ray_kills.py [--kills 60] [--seed 0] [--seconds S] [--cases NAME ...]
 
-SIGKILL is sent to collectors, to shards of a replay service, and to learners: during their start, while rollouts are
-collected, and while batches are drawn. Each round starts the processes of one case on a cluster of this machine, sends
-up to four signals, and then reads all rows.
+The script sends SIGKILL to collectors, to shards of a replay service, and to learners. The signal comes during their
+start, the collection of rollouts, or the draws of batches. Each round starts the processes of one case on a cluster of
+this machine, sends up to four signals, and then reads all rows.
 
 | case | processes |
 | --- | --- |
-| collectors | two collectors, and a learner |
+| collectors | two collectors and a learner |
 | folder | the same, and a replay service of two shards with a folder |
-| no folder | the same with one shard without a folder, which begins empty after its death |
-| limited | a rate-limited service with a folder, collectors of one learner, and a second learner that draws |
+| no folder | the same with one shard without a folder, which starts empty after its death |
+| limited | a rate-limited service with a folder, collectors of one learner, and a second learner that only draws |
 | learner | the processes of "folder"; the learner gets the signal and is started again with its last state |
 | ranks | two ranks of the command; one gets the signal, and the command is resumed |
 
-Each row has the number of its environment object and its step there, so lost, repeated and torn rows are found. The
-learners note each rollout and each logged line with its time: a longer silence than 60 seconds is an error, and so is a
-process that is left at the end of a round. Needs the extra ``ray``.
+Each row contains the number of its environment object and its step in this object. This detects lost, repeated and torn
+rows. The learners log each rollout and each message with its time. A silence of more than 70 seconds is an error, and
+so is a process that outlives its round. Needs the extra ``ray``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from benchmarks.harness import one_thread, say
 if __name__ == "__main__":
     one_thread(pin=False)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # for a machine with other work
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # a loaded machine needs more time
     warnings.simplefilter("ignore")
 
 import ray
@@ -64,7 +64,7 @@ TARGETS = {
     "learner": ["learner"],
     "ranks": ["rank"],
 }
-SYSTEM = {  # for a machine with other work
+SYSTEM = {  # a loaded machine needs more time
     "agent_register_timeout_ms": 300_000,
     "preload_python_modules": [f"torchrl_lightning.ray.{name}" for name in ("_actor", "_service_actor")],
 }
@@ -72,12 +72,12 @@ MOMENTS = ("start", "collection", "update", "any")
 
 
 def actors(kind: str) -> list[int]:
-    """Return the processes of the actors of this process's cluster."""
+    """Return the process ids of the actors in the cluster of this process."""
     return [pid for pid, name in workers() if name.startswith(f"ray::{ACTORS[kind]}")]
 
 
 def workers() -> Iterator[tuple[int, str]]:
-    """Yield the worker processes of this process's cluster, with their names."""
+    """Yield the ids and names of the worker processes in the cluster of this process."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             name = path.read_bytes().decode(errors="replace")
@@ -88,7 +88,7 @@ def workers() -> Iterator[tuple[int, str]]:
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 180.0) -> Any:
-    """Return the first true value of a function; raise an error if there is no such value in time."""
+    """Return the first true value of a function; raise TimeoutError if it remains false too long."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         if time.monotonic() > deadline:
@@ -134,7 +134,7 @@ class Round:
         return True
 
     def kill(self, kind: str, moment: str, coin: random.Random) -> None:
-        """Send SIGKILL at a moment."""
+        """Send SIGKILL at the given moment."""
         if kind == "learner":
             process = self.second if self.case == "limited" else self.learner
             assert process is not None
@@ -143,7 +143,7 @@ class Round:
             process.wait()
             if self.case == "learner":
                 self.check_nothing_left()
-                if not (self.folder / "state").exists():  # a new run, which refuses the folder of another run
+                if not (self.folder / "state").exists():  # a new run does not accept the folder of another run
                     shutil.rmtree(self.folder / "service", ignore_errors=True)
                 self.learner = self._start("learn")
             else:
@@ -171,7 +171,7 @@ class Round:
         return find() or wait_until(find) if moment != "start" else found
 
     def wait_for_recovery(self) -> None:
-        """Wait until each collector has delivered several rollouts since now."""
+        """Wait until each collector has delivered three more rollouts."""
         begun = time.time()
 
         def is_back() -> bool:
@@ -183,7 +183,7 @@ class Round:
         wait_until(is_back, 300.0)
 
     def end(self) -> None:
-        """Stop the learners, and wait for their ends."""
+        """Stop the learners and wait until they end."""
         (self.folder / "stop").touch()
         for process in filter(None, (self.learner, self.second)):
             try:
@@ -196,11 +196,11 @@ class Round:
         self.check_nothing_left()
 
     def check_nothing_left(self) -> None:
-        """Wait until no actor is left."""
+        """Wait until all actors have ended."""
         wait_until(lambda: not any(actors(kind) for kind in ACTORS), 60.0)
 
     def stop(self) -> None:
-        """End the processes that an error has left."""
+        """Kill the processes that remain after an error."""
         for process in filter(None, (self.learner, self.second)):
             process.kill()
             process.wait()
@@ -209,7 +209,7 @@ class Round:
                 os.kill(pid, signal.SIGKILL)
 
     def faults(self) -> list[str]:
-        """Compare the notes and the stored rows with the guide."""
+        """Return the differences of the log and the stored rows from the promises of the guide."""
         notes = self.notes()
         return [
             *self._check_times(notes, "learner"),
@@ -337,7 +337,7 @@ def ranks(folder: Path, address: str, coin: random.Random) -> tuple[Counter[str]
 
 
 def main() -> None:
-    """Send signals round by round, and print what each case has shown."""
+    """Send signals in rounds and print the result of each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)

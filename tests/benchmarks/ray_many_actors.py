@@ -1,11 +1,14 @@
-"""How many actors feed one learner: up to hundreds that are simulated, by coroutines in four processes without torch.
+"""Measure the load of up to hundreds of simulated actors on one learner.
 
     python tests/benchmarks/ray_many_actors.py [--json many.json] [--counts 10 50 200] [--seconds 15]
 
-Each simulated actor sends a recorded rollout of CartPole, 32 steps of 8 environments, as often as it is set to, to the
-RayCollector of this process, as real ones do: one call for each, with the published weights. First nobody learns, then
-V-trace does, by a whole Trainer. Reported are rollouts a second, asked for and delivered, how much of the time the
-learner's process computed and for how long for a rollout, and how old the weights were. Needs the extra ``ray``.
+The simulated actors are coroutines in four processes without torch. Each actor sends a recorded rollout of CartPole, 32
+steps of 8 environments, at a fixed rate to the RayCollector of this process. The calls are the same as with real
+actors: one call per rollout, with the published weights. The first runs only collect. In the other runs, a
+complete Trainer learns V-trace.
+
+The report contains the requested and the delivered rollouts per second, the busy share of the learner's process, its
+processor time per rollout, and the age of the weights. Needs the extra ``ray``.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ class Crowd:
 
     async def rollout(self, worker: int, version: int, weights: Any, delta: Any) -> tuple[int, dict[Any, Any]]:
         now = time.monotonic()
-        if worker not in self.due:  # they begin at different times
+        if worker not in self.due:  # spread the first rollouts over time
             self.due[worker] = now + self.period * (worker * 0.618 % 1)
         await asyncio.sleep(max(0.0, self.due[worker] - now))
         self.due[worker] = max(self.due[worker], now) + self.period
@@ -66,7 +69,7 @@ class Crowd:
 
 
 class ManyActors(RayCollector):
-    """A RayCollector whose actors are simulated."""
+    """A RayCollector with simulated actors."""
 
     crowds: Any = ()
 
@@ -80,7 +83,7 @@ class ManyActors(RayCollector):
 
 
 def recorded(module: Any) -> dict[Any, Any]:
-    """Return a rollout as an actor sends it, of its first environment and the version 0."""
+    """Return a rollout in the format of an actor. Its environment ids start at 0, and its policy version is 0."""
     collector = GymnasiumCollector("CartPole-v1", module.policy, num_envs=ENVS, frames_per_batch=FRAMES, seed=0)
     rollout = collector.rollout()
     ids = rollout["collector", "traj_ids"]
@@ -106,7 +109,7 @@ def data_of(count: int, rollouts: int) -> OnPolicyDataModule:
 
 
 class Timed(L.Callback):
-    """Times a fit once all actors have delivered."""
+    """Time a fit after all actors have delivered their first rollout."""
 
     def __init__(self, warm: int) -> None:
         self.warm, self.lag = warm, [0.0]
@@ -132,7 +135,7 @@ def fit(count: int, rollouts: int, *callbacks: L.Callback) -> Any:
 
 
 def measured(count: int, rate: float, seconds: float, arrays: Any, policy: Any, learns: bool) -> dict[str, float]:
-    """Return what a learner gets of so many actors that send ``rate`` rollouts a second together."""
+    """Return the measurements of a learner with ``count`` actors that send ``rate`` rollouts per second in total."""
     build = ray.remote(Crowd).options(max_concurrency=-(-count // PROCESSES) + 1, num_cpus=0)
     crowds = [build.remote(arrays, count / rate) for _ in range(PROCESSES)]
     ManyActors.crowds = crowds
@@ -180,7 +183,7 @@ def main() -> None:
     for learns in (False, True):
         for count in options.counts:
             for rate in options.rates:
-                # As many as are asked for in vain would be waited for: the time is that of what can be.
+                # Limit the number of rollouts to 100 per second: waiting for undelivered ones would take too long.
                 seconds = options.seconds * min(1.0, 100.0 / rate)
                 result = measured(count, rate, seconds, arrays, module.policy, learns)
                 found.append({"learns": learns, **result})

@@ -1,4 +1,4 @@
-"""A learner for ``ray_kills.py``, whose rows name their environment and step, in a process of its own."""
+"""Learner process for ``ray_kills.py``. Each row contains its environment number and step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LIMITS: dict[str, Any] = {"samples_per_insert": 4.0, "error_buffer": 2000.0, "mi
 
 
 class NumberedEnv(gymnasium.Env[Any, Any]):
-    """Observes its own number and the number of its steps, which is also the reward."""
+    """Environment that observes its own number and its number of steps. The number of steps is also the reward."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
     action_space = spaces.Discrete(2)
@@ -57,7 +57,7 @@ class NumberedEnv(gymnasium.Env[Any, Any]):
 
 
 class Notes(logging.Handler):
-    """Write a line for each event and each logged message, with the time."""
+    """Write a line with the time for each event and each logged message."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(logging.WARNING)
@@ -152,7 +152,7 @@ def learn(case: str, folder: Path, address: str) -> None:
 
 
 def draw(service: ReplayService, notes: Notes) -> None:
-    """Draw a batch, set its priorities, and note the number of its torn rows."""
+    """Draw a batch, update its priorities, and log the number of its torn rows."""
     batch = service.draw(BATCH)
     before, after, reward = batch["observation"], batch["next", "observation"], batch["next", "reward"]
     torn = (before[:, 0] != after[:, 0]) | (before[:, 1] + 1 != after[:, 1]) | (before[:, 1] != reward[:, 0])

@@ -1,11 +1,13 @@
-"""Kill actors and take away machines in a run over a Ray cluster: it ends with its score, and counts every frame once.
+"""Kill actors and remove machines in a run on a Ray cluster. The run must reach its score and count each frame once.
 
     python tests/benchmarks/ray_soak.py [--kills 60] [--removed 5] [--frames 7000000] [--json soak.json]
 
-The settings of ``vtrace_cartpole``, over three collectors of a cluster of nodes on this machine, enough of which are
-left. Kills (SIGKILL to an actor drawn at random, when one has come back from the last) and removed nodes are spread
-evenly over the frames of the run. Looked at are the frames that were delivered and counted, the numbers of the
-trajectories, the score of the best checkpoint in 20 episodes, and what is left of the actors. Needs the extra ``ray``.
+The run has the settings of ``vtrace_cartpole`` and three collectors on a cluster of local nodes. Enough nodes remain
+for all collectors. A kill sends SIGKILL to a random actor after the last killed one has been replaced. Kills and node
+removals are spread evenly over the frames of the run.
+
+The report contains the delivered and the counted frames, the trajectory numbers, the score of the best checkpoint over
+20 episodes, and the number of remaining actors. Needs the extra ``ray``.
 """
 
 from __future__ import annotations
@@ -47,18 +49,18 @@ from torchrl_lightning._core.keys import TRAJ_IDS
 from torchrl_lightning._hydra.paths import CONF_DIR
 
 COLLECTORS, NODES = 3, 2
-PATIENCE = 30.0  # seconds, after which the next is killed though nobody has come back
+PATIENCE = 30.0  # seconds: then the next actor is killed even if the last one was not replaced
 
 
 class NotingCollector(RayCollector):
-    """Notes how many frames it delivered, and in which order the trajectories of each environment came."""
+    """Count the delivered frames and record the order of the trajectories of each environment."""
 
     delivered = 0
     trajectories: dict[int, list[int]] = {}  # one collector in this process
     misplaced = 0
 
     def rollout(self) -> TensorDict:
-        """Note the next rollout."""
+        """Return the next rollout after recording its frames and trajectories."""
         batch = super().rollout()
         self.delivered += batch.numel()
         starts, ids = batch["is_init"][..., 0], batch[TRAJ_IDS].reshape(batch.shape)
@@ -73,12 +75,12 @@ class NotingCollector(RayCollector):
 
 
 def parent(process: int | str) -> int:
-    """Return the process that started another."""
+    """Return the parent process."""
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def actors(of: int | None = None) -> list[int]:
-    """Return the processes of the actors of this machine; of the clusters alone that a process has started."""
+    """Return the actor processes of this machine, or only of the clusters that process ``of`` started."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         name = path.parent.name
@@ -99,7 +101,7 @@ def disturb(
     done: threading.Event,
     counts: Counter[str],
 ) -> None:
-    """Kill and remove where the run has come so far, and another one is back from the time before; count them."""
+    """Kill actors and remove nodes at fixed numbers of frames; add the events to ``counts``."""
     draw = random.Random(0)
     at = [(data.total_frames * (i + 1) // (kills + 1), "kill") for i in range(kills)]
     at += [(data.total_frames * (i + 1) // (removed + 1), "remove") for i in range(removed)]
@@ -122,9 +124,9 @@ def disturb(
 
 
 def run(kills: int, removed: int, frames: int) -> dict[str, Any]:
-    """Train through it all, and return what became of it."""
+    """Train during the kills and removals, and return the results."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 2**27})
-    for _ in range(NODES + removed):  # a thread, as that which removes them, can add none
+    for _ in range(NODES + removed):  # all nodes are added here: the thread that removes nodes cannot add nodes
         cluster.add_node(num_cpus=2, object_store_memory=2**27)
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         settings = [f"data.total_frames={frames}", f"data.num_envs={8 * COLLECTORS}", "seed=0"]
@@ -178,7 +180,7 @@ def run(kills: int, removed: int, frames: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print one line for each figure."""
+    """Print one line per result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--removed", type=int, default=5)

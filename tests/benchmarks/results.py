@@ -1,14 +1,16 @@
-"""The scores of the experiments: repeat them, keep their logs in ``examples/results``, show them in the guide.
+"""Repeat the experiments, store their scores in ``examples/results`` and write them into the guide.
 
     python tests/benchmarks/results.py run ppo_acrobot [--seeds 0 1 2]
     python tests/benchmarks/results.py table
 
-``run`` trains an experiment as ``torchrl-lightning-train`` does, plays 100 unseen episodes with the last checkpoint of
-each seed, and writes ``examples/results/ppo_acrobot.csv``: a row for each evaluation of training, and one for the end.
-A long row may be run seed by seed: what is there of other seeds in the same settings stays.
-``table`` writes what stands between the marks in ``examples/guide/experiments.md``, and draws ``scores.png`` beside it:
-the evaluations of training, a line for each seed, and stars where the last checkpoints end. Published figures are in
-``examples/results/published.yaml``, those of Stable-Baselines3 at the same settings are logged by ``zoo.py``.
+``run`` trains an experiment like ``torchrl-lightning-train`` and plays 100 unseen episodes with the last checkpoint of
+each seed. It writes ``examples/results/ppo_acrobot.csv`` with one row per evaluation in training and one row for the
+end. Long experiments may run seed by seed: rows of other seeds with the same settings remain in the file.
+
+``table`` replaces the text between the marks in ``examples/guide/experiments.md`` and draws ``scores.png`` in the same
+folder. The figure has one line per seed for the evaluations in training, and stars for the last checkpoints.
+``examples/results/published.yaml`` contains published scores. ``zoo.py`` logs the scores of Stable-Baselines3 with the
+same settings.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 PROJECT = Path(__file__).resolve().parents[2]
 RESULTS, CONF = PROJECT / "examples" / "results", PROJECT / "conf" / "experiment"
 PEER = RESULTS / "stable_baselines3"
-"""The logs of ``zoo.py``."""
+"""Folder of the logs of ``zoo.py``."""
 DEMONSTRATIONS = PROJECT / "conf" / "demonstrations"
 GUIDE = PROJECT / "examples" / "guide" / "experiments.md"
 PICTURE = GUIDE.with_name("scores.png")
@@ -50,14 +52,14 @@ TRAIN, EVALUATE = (f"from torchrl_lightning.cli.{name} import main; main()" for 
 
 
 class ResultsError(ValueError):
-    """A file of results that is not of this version or these settings."""
+    """Raised if a file of results has another version or other settings."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """An evaluation of training, or the end of a run: ``minutes`` of processor time are the end's alone.
+    """An evaluation in training, or the end of a run. Only the end has ``minutes`` of processor time.
 
-    ``success`` is the share of episodes that end at the goal, where the environment has one.
+    ``success`` is the share of episodes that end at the goal, if the environment has a goal.
     """
 
     seed: int
@@ -70,12 +72,12 @@ class Row:
 
 
 def settings_of(name: str) -> str:
-    """Return a digest of what an experiment's YAML says, and those that it begins with, without comments.
+    """Return a digest of the YAML of an experiment and its defaults, without comments.
 
-    The demonstrations that it names belong to it.
+    The digest includes the demonstrations of the experiment.
 
     Raises:
-        ResultsError: There is no such experiment.
+        ResultsError: The experiment does not exist.
     """
     path = CONF / f"{name}.yaml"
     if not path.is_file():
@@ -91,9 +93,9 @@ def settings_of(name: str) -> str:
 
 
 def write(name: str, rows: Iterable[Row], folder: Path = RESULTS, settings: str | None = None) -> None:
-    """Write the results of an experiment in its present settings, or of a run in others by their digest.
+    """Write the results of an experiment with its current settings, or of a run with the digest ``settings``.
 
-    Those of other seeds that are there in the same settings stay.
+    Existing rows of other seeds with the same settings remain.
     """
     folder.mkdir(exist_ok=True)
     path, told = folder / f"{name}.csv", settings_of(name) if settings is None else settings
@@ -113,10 +115,10 @@ def write(name: str, rows: Iterable[Row], folder: Path = RESULTS, settings: str 
 
 
 def read(path: Path, settings: str | None = None, script: str = "results.py") -> list[Row]:
-    """Read the results of an experiment, or of a run with settings of this digest, which a script makes.
+    """Read the results of an experiment, or of a run with the digest ``settings``; ``script`` repeats the run.
 
     Raises:
-        ResultsError: They are of another version, or of other settings than these are now.
+        ResultsError: The file has another version or other settings.
     """
     head, *lines = path.read_text().splitlines()
     mend = f"Run it again: python tests/benchmarks/{script} run {path.stem}."
@@ -139,7 +141,7 @@ def read(path: Path, settings: str | None = None, script: str = "results.py") ->
 
 
 def run(given: Iterable[str], seed: int, folder: Path) -> Iterator[Row]:
-    """Train by the command, with what it is given and a seed, play the last checkpoint, and yield what came of it."""
+    """Train with the command and a seed, play the last checkpoint, and yield the rows of the results."""
     began = _processor_time()
     _command(TRAIN, *given, f"seed={seed}", "eval_checkpoint=last", f"hydra.run.dir={folder}")
     minutes = (_processor_time() - began) / 60
@@ -149,7 +151,7 @@ def run(given: Iterable[str], seed: int, folder: Path) -> Iterator[Row]:
 
 
 def logged(path: Path, seed: int) -> Iterator[Row]:
-    """Yield the evaluations that a run has logged."""
+    """Yield the evaluations from the log of a run."""
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             if row.get("eval/return"):
@@ -181,42 +183,42 @@ def _processor_time() -> float:
 
 
 def middle_half(values: Sequence[float]) -> str:
-    """Return the mean of the middle half of seeds' scores, and its interval."""
+    """Return the interquartile mean of the scores of all seeds with its interval."""
     ends = np.ravel(bootstrap_interval(np.array(values)[:, None]))
     return "{} ({} to {})".format(*(f"{end:.3g}" if abs(end) < 1000 else f"{end:.0f}" for end in ends))
 
 
 def short(score: float) -> str:
-    """Return a score in a few digits."""
+    """Return a score with few digits."""
     return f"{score:.4g}" if abs(score) < 10 else f"{score:.0f}"
 
 
 def shown(end: Row) -> str:
-    """Return the score of a run, and in brackets how often it succeeds."""
+    """Return the score of a run, followed by its success rate in brackets if it has one."""
     return short(end.score) if end.success is None else f"{short(end.score)} ({end.success:.2f})"
 
 
 def spread(scores: Sequence[float]) -> str:
-    """Return the mean of seeds' scores and its deviation; the score of a single one."""
+    """Return mean and deviation of the scores of all seeds, or the score of a single seed."""
     if len(scores) == 1:
         return short(scores[0])
-    deviation = np.std(scores, ddof=1) if np.ptp(scores) else 0.0  # not what rounding makes of equal scores
+    deviation = np.std(scores, ddof=1) if np.ptp(scores) else 0.0  # np.std of equal scores may be a rounding error
     return f"{np.mean(scores):.4g} +- {deviation:.2g}"
 
 
 def minutes(ends: Sequence[Row]) -> str:
-    """Return how long a seed trains."""
+    """Return the mean training time of a seed in minutes."""
     return f"{np.mean([row.minutes for row in ends if row.minutes is not None]):.1f}"
 
 
 def ends_of_peer(name: str, folder: Path = RESULTS) -> list[Row]:
-    """Return how Stable-Baselines3's runs in an experiment's settings ended; none if it was not run."""
+    """Return the ends of the Stable-Baselines3 runs of an experiment, or an empty list without such runs."""
     path = folder / PEER.name / f"{name}.csv"
     return read(path, settings_of(name), "zoo.py") if path.is_file() else []
 
 
 def of_peer(name: str, folder: Path = RESULTS) -> str:
-    """Return what Stable-Baselines3 came to in an experiment's settings, of how many seeds, if it was run."""
+    """Return score, number of seeds and minutes of the Stable-Baselines3 runs, or an empty string."""
     ends = ends_of_peer(name, folder)
     if not ends:
         return ""
@@ -243,7 +245,7 @@ def table(folder: Path = RESULTS) -> str:
 
 
 def picture(output: Path, folder: Path = RESULTS) -> Figure:
-    """Draw the curves of all results: a panel for each, a line for each seed, stars for the ends."""
+    """Draw the curves of all results: one panel per experiment, one line per seed, stars for the ends."""
     from matplotlib.ticker import EngFormatter
 
     published = yaml.safe_load((folder / "published.yaml").read_text())
@@ -280,7 +282,7 @@ def with_table(page: str, made: str, begin: str = BEGIN) -> str:
 
 
 def asked(description: str | None, seeds: Sequence[int]) -> argparse.Namespace:
-    """Return what the command line asks for: ``run NAME``, with these seeds if no others are given, or ``table``."""
+    """Parse the command line: ``run NAME``, with the default ``seeds``, or ``table``."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run")
@@ -297,13 +299,13 @@ def run_all(given: Sequence[str], seeds: Iterable[int]) -> list[Row]:
 
 
 def main() -> None:
-    """Run an experiment, or make the table and the picture."""
+    """Run an experiment, or write the table and the figure."""
     arguments = asked(__doc__, [0, 1, 2])
     if arguments.command == "table":
         GUIDE.write_text(with_table(GUIDE.read_text(), table()))
         picture(PICTURE)
         return
-    settings_of(arguments.name)  # refuses one that is not there
+    settings_of(arguments.name)  # raises if the experiment does not exist
     write(arguments.name, run_all([f"experiment={arguments.name}"], arguments.seeds))
 
 

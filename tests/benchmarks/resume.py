@@ -1,12 +1,12 @@
-"""Is a resumed run the same run? Every experiment, short, stopped in five ways, beside one that is not stopped.
+"""Stop short runs of all experiments in five ways, resume them and compare them with uninterrupted runs.
 
     python tests/benchmarks/resume.py [EXPERIMENT ...] [--ways epoch end SIGINT SIGTERM SIGKILL] [--set a.b=value ...]
         [--quick]
 
-A run is stopped inside an epoch (by ``max_steps``), at its regular end, or by a signal, after which it resumes from its
-last checkpoint by ``ckpt_path=`` and a later end. Compared are weights, optimizers, random states, all counters and the
-collected rows that the last checkpoints hold. ``same`` is bit for bit; else there is the number of entries that differ.
-Both Pongs keep their buffer here, and each rollout begins with a reset.
+A run stops inside an epoch because of ``max_steps``, at its regular end, or by a signal. It then resumes from its last
+checkpoint with ``ckpt_path=`` and a later end. The script compares weights, optimizers, random states, all counters and
+the collected rows of the last checkpoints. ``same`` means equality bit for bit; otherwise the table contains the number
+of different entries. Both Pongs store their buffer in this benchmark, and each rollout starts with a reset.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXPERIMENTS = sorted(path.stem for path in (CONF_DIR / "experiment").glob("*.yam
 def command(
     folder: Path, arguments: Sequence[str], into: Path, changed: Mapping[str, object], stop: Stop | None
 ) -> int:
-    """Do what ``task`` does by the whole command, which composes its config itself."""
+    """Do the same as ``task`` with the complete command, which composes its own config."""
 
     def train() -> None:
         from torchrl_lightning.cli.train import main
@@ -44,7 +44,7 @@ def command(
 
 
 def row(experiment: str, ways: list[str], more: list[str], folder: Path, run: Runner) -> list[str]:
-    """Return what came of each way, in a word or two."""
+    """Return the result of each way in a few words."""
     cells = []
     try:
         whole = uninterrupted(experiment, folder, *more, run=run)
@@ -61,7 +61,7 @@ def row(experiment: str, ways: list[str], more: list[str], folder: Path, run: Ru
 
 
 def warm() -> None:
-    """Import here what each process would import anew."""
+    """Import the modules once, before the processes fork."""
     import torchrl_lightning
     import torchrl_lightning.cli.config.instantiate
     import torchrl_lightning.cli.config.resume

@@ -1,13 +1,15 @@
-"""Writing to and sampling from rings against peers, one thread, interleaved.
+"""Compare writes to and samples from rings with peers, interleaved on one thread.
 
     python tests/benchmarks/ring.py [--json timings.json] [--repetitions 11] [--sizes 4 5 6 7]
                                     [--images 10000] [--check]
 
-1e6 transitions of 165 bytes (observation 17, action 6, reward, done, next observation). One call samples 32 to 1024 of
-them, or adds one step of 8 environments; where a TensorDict goes in, its construction is timed too. The nine leaves are
-those that a DataModule writes, and in each step an episode ends. Images are 4x84x84 bytes. Peers that are not installed
-are reported as absent. Then ours again at 1e4 to 1e7 transitions, one size in memory at a time. ``--check`` exits with
-1 where a budget is missed.
+The ring has 1e6 transitions of 165 bytes: observation 17, action 6, reward, done and next observation. One call samples
+32 to 1024 transitions or adds one step of 8 environments. If a buffer takes a TensorDict, the time includes its
+construction. The nine leaves are the same as in a DataModule, and an episode ends in each step. Images have 4x84x84
+bytes.
+
+Peers that are not installed are reported as absent. The last tables compare ours at 1e4 to 1e7 transitions, with one
+size in memory at a time. ``--check`` exits with 1 if a budget is missed.
 """
 
 from __future__ import annotations
@@ -128,7 +130,7 @@ def sb3(size: int) -> tuple[Callable[[int], object], Contender]:
     buffer.full, step = True, arrays(ENVS)
     infos: list[dict[str, Any]] = [{} for _ in range(ENVS)]
     data = step["observation"], step["next_observation"], step["action"], step["reward"][:, 0], step["done"][:, 0]
-    buffer.observations[:], buffer.next_observations[:], buffer.actions[:] = 1, 1, 1  # touch the pages
+    buffer.observations[:], buffer.next_observations[:], buffer.actions[:] = 1, 1, 1  # touch all memory pages
     return buffer.sample, lambda: buffer.add(*data, infos)
 
 
@@ -184,7 +186,7 @@ def verdicts(results: dict[str, list[Timing]], sizes: list[int]) -> list[tuple[s
             said.append((f"cpprb / ours, {title} = {ratio:.2f} (> 1)", ratio > 1))
     adds = [found[f"1e{size}"]["adding"] for size in sizes]
     said.append((f"growth of adding = {max(adds) / min(adds):.2f} (<= {GROWTH})", max(adds) <= GROWTH * min(adds)))
-    # Cold cells cost more the more there are, the bare gather's too: what counts is what we add to it.
+    # Reads of uncached cells get slower with size, also in the bare gather: use the ratio to the gather.
     ratios = [found[f"1e{size}"][OURS] / found[f"1e{size}"][GATHER] for size in sizes]
     text = ", ".join(f"{ratio:.2f}" for ratio in ratios)
     said.append((f"sample / bare gather, by size = {text} (the last <= {SAMPLE_FACTOR})", ratios[-1] <= SAMPLE_FACTOR))

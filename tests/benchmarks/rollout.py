@@ -1,12 +1,14 @@
-"""One rollout through the buffer: write, estimate, serve in mini-batches; ours against TorchRL as shipped.
+"""Compare one rollout through our buffer and TorchRL's: write, estimate, and read in mini-batches.
 
     python tests/benchmarks/rollout.py [--json timings.json] [--repetitions 11] [--check]
 
-CartPole-sized: 128 steps of 8 environments, mini-batches of 256, a critic of two layers of 64 that evaluates every
-step. TorchRL is `TensorDictReplayBuffer(LazyTensorStorage, SamplerWithoutReplacement)` with its `GAE`, as its PPO
-examples have them: it evaluates states and all successors, ours only those successors that no stored state stands for;
-its mini-batches hold every entry, ours what a loss can use. Both standardise the advantage over the rollout. One
-thread, interleaved. ``--check`` exits with 1 where TorchRL is faster.
+The rollout has the size of CartPole: 128 steps of 8 environments, mini-batches of 256, and a critic with two layers of
+64 that evaluates every step. TorchRL uses `TensorDictReplayBuffer(LazyTensorStorage, SamplerWithoutReplacement)` and
+its `GAE`, like its PPO examples. It evaluates all states and all next states. Ours evaluates a next state only if it is
+not stored as the following state.
+
+TorchRL's mini-batches contain all entries; ours contain the entries that a loss can use. Both standardise the advantage
+over the rollout. All code runs interleaved on one thread. ``--check`` exits with 1 if TorchRL is faster.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ OURS, TORCHRL = "ours", "TorchRL as shipped"
 
 
 def make_rollout() -> TensorDict:
-    """What a collector yields: `[N, T]` over time-major memory, with episode ends of both kinds."""
+    """Return a rollout in the format of a collector: `[N, T]` with time-major memory, terminations and truncations."""
     shape = (STEPS, ENVS)
     done = torch.rand(*shape, 1) < 0.02
     terminated = done & (torch.rand(*shape, 1) < 0.5)
@@ -59,13 +61,13 @@ def make_rollout() -> TensorDict:
 
 
 def make_critic() -> TensorDictModule:
-    """Two layers of 64."""
+    """Return a critic with two layers of 64."""
     network = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
     return TensorDictModule(network, in_keys=["observation"], out_keys=["state_value"])
 
 
 def ours(rollout: TensorDict) -> dict[str, Contender]:
-    """Our buffer's verbs; one buffer for each phase, because a write forgets the estimates."""
+    """Return the phases of our buffer. Each phase has its own buffer, because a write deletes the estimates."""
     critic = make_critic()
     written, estimated, served, whole = (GAEBuffer(STEPS, critic=critic) for _ in range(4))
     for buffer in (written, estimated, served):
@@ -90,7 +92,7 @@ def ours(rollout: TensorDict) -> dict[str, Contender]:
 
 
 def torchrl(rollout: TensorDict) -> dict[str, Contender]:
-    """TorchRL's parts, as its PPO examples put them together."""
+    """Return the phases with TorchRL's parts, combined like in its PPO examples."""
     estimator = GAE(gamma=0.99, lmbda=0.95, value_network=make_critic(), average_gae=True)
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(STEPS * ENVS), sampler=SamplerWithoutReplacement(), batch_size=BATCH
@@ -118,7 +120,7 @@ def torchrl(rollout: TensorDict) -> dict[str, Contender]:
 
 
 def main() -> int:
-    """Runs the comparisons; returns the exit code."""
+    """Run the comparisons and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repetitions", type=int, default=11)

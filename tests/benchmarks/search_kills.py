@@ -1,11 +1,13 @@
-"""Does a search survive if its processes are killed at random moments?
+"""Kill the processes of a search at random moments and check the study.
 
     python tests/benchmarks/search_kills.py [--kills 20] [--seed 0] [--complete 12] [--folder F]
 
 Two processes work on one study in SQLite. They get SIGINT, SIGTERM or SIGKILL at a random moment of their start, a
-trial, or the change of trials, and are started again. Some settings diverge, and others are refused. When enough trials
-are complete, the search is started once more. Then every trial must be complete, pruned or failed. Each score and each
-report of a complete trial must equal the log of its own run, and no run has the trial or the folder of another run.
+trial, or the change of trials, and are then started again. Some settings diverge, and others are invalid. When enough
+trials are complete, the search is started once more.
+
+At the end, every trial must be complete, pruned or failed. The score and the reports of each complete trial must equal
+the log of its own run. No run may have the trial or the folder of another run.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def start(folder: Path, number: int, *more: str) -> Forked:
 
 
 def load(folder: Path) -> Any:
-    """Return the study; create it with one diverging and one refused trial."""
+    """Return the study; create it with one diverging and one invalid trial."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -81,7 +83,7 @@ def load(folder: Path) -> Any:
 
 
 def kill(folder: Path, kills: int, complete: int, seed: int) -> tuple[Counter[str], list[Forked]]:
-    """Run two processes, kill one of them ``kills`` times, and go on until enough trials are complete."""
+    """Run two processes, kill one of them ``kills`` times, and continue until enough trials are complete."""
     draws, numbers, ends = random.Random(seed), itertools.count(), Counter[str]()
     started: list[Forked] = []
 
@@ -95,7 +97,7 @@ def kill(folder: Path, kills: int, complete: int, seed: int) -> tuple[Counter[st
             ends[f"ended by itself, status {process.ends()}"] += 1
         return [process if process._process.is_alive() else begin() for process in workers]
 
-    workers = [begin(), begin()]  # in the same second
+    workers = [begin(), begin()]  # both start in the same second
     for number in range(kills):
         deadline = time.monotonic() + draws.uniform(0.0, 3 * TRIAL_SECONDS)
         while time.monotonic() < deadline:
@@ -152,7 +154,7 @@ def faults_of(study: Any) -> list[str]:
             faults.append(f"{name} has the settings {trial.params}, its run {settings}")
         logged = read_log(folder, "eval/return")
         reports = trial.intermediate_values
-        # A killed run may have reported a score that it has not yet written to its log.
+        # A killed run may have reported a score without writing it to its log.
         if any(not math.isclose(logged.get(step, score), score) for step, score in reports.items()):
             faults.append(f"{name} has the reports {reports}, its log {logged}")
         if complete:

@@ -1,9 +1,9 @@
-"""16 sequences of 64 steps right after a write of 8 environments: ours, TorchRL's SliceSampler and Flashbax.
+"""Compare samples of 16 sequences of 64 steps after a write: ours, TorchRL's SliceSampler and Flashbax.
 
     python tests/benchmarks/sequences.py [--grow]
 
-Transitions of 165 bytes, episodes of U[20, 1000) steps, one thread. Flashbax ignores episode ends and takes part where
-it is installed.
+Each write adds one step of 8 environments. Transitions have 165 bytes, episodes have U[20, 1000) steps, and all code
+runs on one thread. Flashbax ignores episode ends and runs if it is installed.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def make_steps(steps: int, envs: int = ENVS) -> TensorDict:
 
 
 def fill(buffer: TensorDictReplayBuffer, write: Callable[[TensorDict], object], capacity: int) -> None:
-    """Write ``capacity`` transitions and a little more, so that the ring is full and its seam somewhere."""
+    """Write slightly more than ``capacity`` transitions, so that the ring is full and wraps around."""
     chunk = min(capacity // ENVS, 1 << 14)
     for _ in range(capacity // ENVS // chunk + 1):
         write(make_steps(chunk))
 
 
 def ours(capacity: int, **options: object) -> tuple[Contender, Contender, Contender]:
-    """Return write, sample, and both."""
+    """Return three functions: write, sample, and both."""
     buffer = ExperienceBuffer(
         storage=RingStorage(capacity), num_envs=ENVS, sampler=SequenceSampler(STEPS, **options), batch_size=WINDOWS
     )
@@ -66,8 +66,8 @@ def ours(capacity: int, **options: object) -> tuple[Contender, Contender, Conten
 
 
 def bare_gather(capacity: int, stride: int) -> Contender:
-    """Return torch's reading of as many rows, and nothing else; a window's steps lie ``stride`` rows apart."""
-    # Written memory: pages of untouched zeros are all one page.
+    """Return a plain torch read of the same number of rows. Steps of a window are ``stride`` rows apart."""
+    # Use written memory: all pages of untouched zeros share one physical page.
     leaves = [torch.ones(capacity, *shape) for shape in ((17,), (6,), (17,), (1,))]
     leaves.append(torch.ones(capacity, 1, dtype=torch.bool))
     steps = torch.arange(STEPS) * stride
@@ -81,7 +81,7 @@ def bare_gather(capacity: int, stride: int) -> Contender:
 
 
 def torchrl(capacity: int, **options: object) -> Contender:
-    """Return a write of 8 transitions and a sample; the storage is one stream, which is the best case."""
+    """Return a function that writes 8 transitions and draws a sample. The storage has one stream, the best case."""
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(capacity),
         sampler=SliceSampler(slice_len=STEPS, end_key=("next", "done"), **options),
@@ -99,7 +99,7 @@ def torchrl(capacity: int, **options: object) -> Contender:
 
 
 def flashbax(capacity: int) -> dict[str, Contender]:
-    """Return a sample, and a write with a sample, of a trajectory buffer, both blocking."""
+    """Return two blocking functions for a trajectory buffer: sample, and write with sample."""
     try:
         import flashbax as fbx
         import jax
@@ -129,7 +129,7 @@ def flashbax(capacity: int) -> dict[str, Contender]:
 
     holder = {"state": add(state, steps(capacity // ENVS)), "key": jax.random.PRNGKey(0)}
     step = steps(1)
-    # Keys are prepared: splitting one costs a call of its own.
+    # Prepare the keys: a split would add a call.
     keys = list(jax.random.split(holder["key"], 4096))
     turn = [0]
 
@@ -162,12 +162,12 @@ def at_a_million() -> list[Timing]:
 
 
 def growth(size: int) -> list[Timing]:
-    """Time write and sample of ``size`` transitions beside the bare gather of as many, alone in memory with 1e4."""
+    """Time write and sample at ``size`` and at 1e4 transitions, with the bare gather as reference."""
     return compare({"1e4": ours(10_000)[2], f"{size:.0e}": ours(size)[2], "bare gather": bare_gather(size, ENVS)})
 
 
 def main() -> None:
-    """Print the table of one million transitions; with ``--grow``, those of other sizes too."""
+    """Print the table of one million transitions. ``--grow`` adds the tables of other sizes."""
     torch.manual_seed(0)
     say(table("16 x 64 steps of 1e6", at_a_million(), "ours, sample"))
     if "--grow" in sys.argv:

@@ -1,11 +1,11 @@
-"""Kill the writers, learners and shard of a replay service: nothing acknowledged is lost, nothing comes twice or torn.
+"""Kill the writers, learners and shard of a replay service and check for lost, repeated and torn rows.
 
     python tests/benchmarks/service_soak.py [--kills 30] [--seconds 120] [--json soak.json]
 
-Three writers send rollouts of 4 environments x 16 steps, two learners draw batches of 256 with priorities, all of them
-actors of a local cluster; SIGKILL comes to one of the six processes at a time, drawn at random. ``samples_per_insert``
-is looked at all along. Afterwards each row is read: whether it is whole, in its place in its ring, and whether all that
-was acknowledged is there. Needs the extra ``ray``.
+Three writers send rollouts of 4 environments x 16 steps. Two learners draw batches of 256 with priorities. All of them
+are actors of a local cluster. SIGKILL goes to one of the six processes at a time, chosen at random. The script checks
+``samples_per_insert`` during the whole run. At the end it reads each row: the row must be intact and in its place in
+the ring, and each acknowledged row must be stored. Needs the extra ``ray``.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def service(folder: str | None = None, **settings: Any) -> ReplayService:
 
 
 def content(env: Any, step: Any) -> Any:
-    """Return what a row must hold, so that a torn one is seen."""
+    """Return the expected content of a row, to detect torn rows."""
     return (env * 1_000_003.0 + step)[..., None] + np.arange(WIDTH)
 
 
 @ray.remote(num_cpus=0)
 class Writer:
-    """Writes numbered steps of its environments, from one on."""
+    """Write numbered steps of its environments, starting at step ``first``."""
 
     def __init__(self, number: int, first: int) -> None:
         self.number, self.step = number, first
@@ -71,7 +71,7 @@ class Writer:
         return os.getpid()
 
     def write(self, count: int) -> tuple[int, range]:
-        """Write rollouts, and return behind which step, and which steps of its own are acknowledged."""
+        """Write rollouts; return the next step and the range of this writer's acknowledged steps."""
         ids = [self.number * ENVS + env for env in range(ENVS)]
         for _ in range(count):
             steps = np.arange(self.step, self.step + STEPS)
@@ -88,7 +88,7 @@ class Writer:
 
 @ray.remote(num_cpus=0)
 class Learner:
-    """Draws batches, looks whether rows are whole, and gives priorities."""
+    """Draw batches, check their rows and update their priorities."""
 
     def __init__(self) -> None:
         self.service = service(join=True)
@@ -97,7 +97,7 @@ class Learner:
         return os.getpid()
 
     def learn(self, count: int) -> tuple[int, int]:
-        """Draw batches, and return how many, and how many rows were torn."""
+        """Draw batches; return the number of batches and of torn rows."""
         torn = 0
         for _ in range(count):
             batch = self.service.draw(BATCH)
@@ -122,7 +122,7 @@ def main() -> None:
     owner.writer("nobody")
     shard = owner._actors[0]
     written = [0] * WRITERS
-    kept = [dict[int, range]() for _ in range(WRITERS)]  # of each one's lives, what is acknowledged
+    kept = [dict[int, range]() for _ in range(WRITERS)]  # acknowledged steps by writer and session
     writers = [Writer.remote(number, 0) for number in range(WRITERS)]
     learners = [Learner.remote() for _ in range(LEARNERS)]
     work: dict[Any, tuple[str, int]] = {}
@@ -152,13 +152,13 @@ def main() -> None:
                 os.kill(ray.get(pid, timeout=20), signal.SIGKILL)
                 killed[kind] += 1
             except (ray.exceptions.RayError, ProcessLookupError):
-                due.insert(0, now + 1.0)  # it is just coming back
+                due.insert(0, now + 1.0)  # the process is restarting
         ready, _ = ray.wait(list(work), timeout=0.2)
         for ref in ready:
             kind, number = work.pop(ref)
             try:
                 result = ray.get(ref)
-            except ray.exceptions.RayActorError:  # another one begins behind all that it may have sent
+            except ray.exceptions.RayActorError:  # the next writer starts after all steps that this one may have sent
                 if kind == "writer":
                     sessions[number] += 1
                     written[number] += 1_000 * STEPS
@@ -181,7 +181,7 @@ def main() -> None:
                 pass
     seconds = time.monotonic() - began
     for number, writer in enumerate(writers):
-        with contextlib.suppress(ray.exceptions.RayActorError):  # its last word counts
+        with contextlib.suppress(ray.exceptions.RayActorError):  # then its last report counts
             _, kept[number][sessions[number]] = ray.get(writer.write.remote(0), timeout=60)
     rows = ray.get(shard.__ray_call__.remote(_all_rows), timeout=120)
     wrong = twice = lost = 0

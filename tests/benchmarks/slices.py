@@ -1,14 +1,17 @@
-"""Windows of four steps within episodes of 500, as the world model TD-MPC2 reads them, at growing sizes, one thread.
+"""Measure samples of windows of four steps at growing buffer sizes, on one thread.
 
     python tests/benchmarks/slices.py [--json timings.json] [--repetitions 7] [--sizes 1e5 1e6 1e7 6e7]
                                       [--folder FOLDER] [--check]
 
-256 windows of 4 steps, for which TorchRL's ``SliceSampler`` takes longer the more is stored (5 ms of 6 million steps,
-1.7 s of 600 million, by https://github.com/pytorch/rl/issues/2669). Rows of 9 bytes (observation and reward of 4 bytes
-each, and the end of an episode) of 8 environments, to which our index adds 9; TorchRL's rows have the number of their
-episode, too, 17 bytes. Sizes stand beside the smallest, in memory and memory-mapped: these pages were just written, so
-that most of them are in memory as well; pages that are not cost what the disk costs. ``--check`` exits with 1 where the
-largest size takes longer than 2.5 times the smallest, whose cells fit in the processor's caches, with one of ours.
+A sample has 256 windows of 4 steps within episodes of 500 steps, the reads of the world model TD-MPC2. TorchRL's
+``SliceSampler`` gets slower with the number of stored steps: 5 ms for 6 million steps, 1.7 s for 600 million
+(https://github.com/pytorch/rl/issues/2669).
+
+Rows come from 8 environments. They have 9 bytes: 4 bytes each for observation and reward, and the episode end. Our
+index adds 9 bytes. TorchRL's rows also contain the episode number and have 17 bytes. All sizes are compared with the
+smallest one, in memory and memory-mapped. The mapped pages were just written, so most of them are also in memory; other
+pages would add the time of the disk. ``--check`` exits with 1 if one of our samplers takes more than 2.5 times as long
+at the largest size as at the smallest, which fits in the processor's caches.
 """
 
 from __future__ import annotations
@@ -40,11 +43,11 @@ from torchrl_lightning.replay.ring_storage import RingStorage
 from torchrl_lightning.replay.sequences import SequenceSampler
 
 ENVS, BATCH, LENGTH, EPISODE, CHUNK = 8, 256, 4, 500, 4000
-GROWTH = 2.5  # at most, of the largest size over the smallest: reads that miss the caches, not more of them
+GROWTH = 2.5  # upper bound of the ratio of largest to smallest size; cache misses explain it, more reads would not
 
 
 def steps_of(time: int, steps: int) -> TensorDict:
-    """Steps ``time`` and later of all environments, ``[steps, ENVS]``, whose episodes end together."""
+    """Return steps of all environments from ``time`` on, ``[steps, ENVS]``. Their episodes end together."""
     done = (torch.arange(time, time + steps) % EPISODE == EPISODE - 1).view(-1, 1, 1).expand(-1, ENVS, 1)
     after = {"reward": torch.randn(steps, ENVS, 1), "done": done}
     return TensorDict({"observation": torch.randn(steps, ENVS, 1), "next": after}, [steps, ENVS])
@@ -69,7 +72,7 @@ def batches(size: int, folder: Path | None) -> Contender:
 
 
 def slices(size: int, _: Path | None) -> Contender:
-    """TorchRL's, with the options of TD-MPC2, where every sample may come after a write."""
+    """Return a sample of TorchRL's buffer with the options of TD-MPC2, which allow a write before each sample."""
     sampler = SliceSampler(slice_len=LENGTH, traj_key="episode", strict_length=True)
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(size), sampler=sampler, batch_size=BATCH * LENGTH, pin_memory=False

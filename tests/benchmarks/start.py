@@ -1,12 +1,14 @@
-"""A whole short run, from the shell and back: our command beside a script of Stable-Baselines3 that does the same.
+"""Compare a whole short run of our command with an equivalent script of Stable-Baselines3.
 
     python tests/benchmarks/start.py [--json start.json] [--repetitions 5] [--frames 2048] [--check]
 
-Both train, evaluate, log to a CSV file and keep the policy. Our command also draws the learning curve; the script
-does so as ``with a curve``. Each run is a process of its own, with what it imports. The runs are interleaved, with a
-rotating start; what counts is the processor time that the system charges for a process, user and system, and the most
-memory that it held. ``import torch`` alone is there for comparison. A first round that is not counted compiles our
-kernels. ``--check`` exits with 1 where a ratio to the script that does the same is above 1.3.
+Both train, evaluate, log to a CSV file and save the policy. Our command also draws the learning curve. The script draws
+it in the variant ``with a curve``. Each run is a separate process and includes its imports. The runs are interleaved,
+with a rotating start. The results are the processor time of a process, user and system, and its peak memory. A bare
+``import torch`` is the reference without a run.
+
+A first round compiles our kernels and does not count. ``--check`` exits with 1 if a ratio to the script with a curve is
+above 1.3.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ RUNS = {"ppo_cartpole": (PPO, 10), "dqn_cartpole": (DQN, 20)}
 
 @dataclass(frozen=True)
 class Cost:
-    """What a process took."""
+    """Processor time and peak memory of a process."""
 
     seconds: float
     megabytes: float
@@ -87,7 +89,7 @@ def cost_of(program: list[str], folder: Path) -> Cost:
 
 
 def programs(experiment: str, frames: int) -> dict[str, list[str]]:
-    """Return what is run, by name."""
+    """Return the programs by name."""
     model, episodes = RUNS[experiment]
     command = "from torchrl_lightning.cli.train import main; main()"
     script = SCRIPT.replace("{frames}", str(frames)).replace("{episodes}", str(episodes)).replace("{model}", model)
@@ -100,7 +102,7 @@ def programs(experiment: str, frames: int) -> dict[str, list[str]]:
 
 
 def main() -> int:
-    """Print the tables."""
+    """Print the tables and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repetitions", type=int, default=5)
@@ -126,7 +128,7 @@ def main() -> int:
             for name, found in samples.items():
                 spread = f"{min(found):.1f} - {max(found):.1f}"
                 say(f"  {name:<34}{statistics.median(found):>9.1f} {unit:<12}{spread:>16}")
-            # Each pair ran at the same time.
+            # Compare within rounds: all runs of a round ran under the same load.
             for peer, budget in ((SB3, None), (CURVE, BUDGET)):
                 ratio = statistics.median(a / b for a, b in zip(samples[OURS], samples[peer], strict=True))
                 say(f"  {OURS} over {peer}: {ratio:.2f}" + (f", the budget is {budget}" if budget else ""))

@@ -1,4 +1,4 @@
-"""An experiment by Stable-Baselines3: the same task and settings, in as many frames."""
+"""Train an experiment with Stable-Baselines3 with the same task, settings and number of frames."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torchrl_lightning import EnvironmentRecipe
 Arguments = dict[str, Any]
 ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh}
 UNSEEN = 10_000
-"""What is added to a run's seed for the episodes that its last model plays."""
+"""Offset between the seed of a run and the seed of the episodes that its last model plays."""
 SAME: dict[str, Any] = {
     "model.optimizer": None,
     "model.entropy_schedule": "constant",
@@ -42,7 +42,7 @@ SAME: dict[str, Any] = {
     "data.buffer.sampler._target_": "torchrl_lightning.UniformSampler",
     "data.buffer.transform.skip_reached": False,
 }
-"""What an experiment must say, where it says anything of it, for it cannot be said to Stable-Baselines3."""
+"""Required values of settings that Stable-Baselines3 does not have, if the experiment has them."""
 
 OWN: dict[str, dict[str, Any]] = {
     "PPO": {"data.buffer.standardize_advantages": False},
@@ -50,11 +50,11 @@ OWN: dict[str, dict[str, Any]] = {
     "TD3": {"model.num_critics": 2, "model.max_grad_norm": None},
     "DQN": {"model.double": False, "model.dueling": False, "model.loss_function": "smooth_l1"},
 }
-"""What it must say besides, by its learner."""
+"""Further required values by learner."""
 
 
 class Twin:
-    """The twin of an experiment; a ResultsError if it has none."""
+    """The Stable-Baselines3 twin of an experiment. Raise ResultsError if the experiment does not have a twin."""
 
     def __init__(self, name: str) -> None:
         cfg = composed_run(f"experiment={name}")
@@ -74,7 +74,7 @@ class Twin:
         if self.kind is DDPG:
             same["model.num_critics"] = 1
         if OmegaConf.select(cfg, "data.buffer.transform") is not None:
-            same["data.buffer.n_steps"] = 1  # which its goals know nothing of
+            same["data.buffer.n_steps"] = 1  # hindsight relabelling of Stable-Baselines3 uses single steps
         for key, expected in same.items():
             said = OmegaConf.select(cfg, key, default=expected)
             if said != expected:
@@ -85,7 +85,7 @@ class Twin:
         self.gamma: float = self.buffer.get("gamma") or self.model.get("gamma") or 0.99
 
     def run(self, seed: int) -> Row:
-        """Train with a seed, and play unseen episodes with the model that ends it."""
+        """Train with a seed, and play unseen episodes with the last model."""
         environments: Any = DummyVecEnv([self.environment] * self.data["num_envs"])
         shown, earned = bool(self.data["normalize_observation"]), self.data["normalize_reward"]
         if shown or earned:
@@ -114,7 +114,7 @@ class Twin:
 
     def environment(self) -> Any:
         env = self.recipe()
-        # It keeps normalised observations in the dtype of the space, so that whole numbers would cut them off.
+        # VecNormalize returns the dtype of the space: an integer dtype would round normalised values.
         whole = isinstance(env.observation_space, Box) and np.issubdtype(env.observation_space.dtype, np.integer)
         return Monitor(DtypeObservation(env, np.float32) if whole and self.data["normalize_observation"] else env)
 

@@ -1,11 +1,11 @@
-"""The experiments by Stable-Baselines3, at the same settings: scores beside ours.
+"""Train the experiments with Stable-Baselines3 at the same settings, and log their scores.
 
     python tests/benchmarks/zoo.py run NAME [--seeds 0 1 2]
 
-``run`` trains ``experiment=NAME`` by Stable-Baselines3 in as many frames, plays 100 unseen episodes with the last model
-of each seed, and writes ``examples/results/stable_baselines3/NAME.csv``, of which ``results.py table`` makes a column;
-``results.py run NAME`` repeats our own. Settings are read from the experiment; what cannot be said there is refused.
-One thread.
+``run`` trains ``experiment=NAME`` with Stable-Baselines3 for the same number of frames. It plays 100 unseen episodes
+with the last model of each seed and writes ``examples/results/stable_baselines3/NAME.csv``. ``results.py table`` adds
+these scores as a column; ``results.py run NAME`` repeats our own runs. The settings come from the experiment. Settings
+without a counterpart in Stable-Baselines3 raise an error. All runs use one thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
     running.add_argument("name")
     running.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments = parser.parse_args()
-    settings = settings_of(arguments.name)  # refuses one that is not there
+    settings = settings_of(arguments.name)  # raises if the experiment does not exist
     from benchmarks.twin import Twin
 
     twin = Twin(arguments.name)

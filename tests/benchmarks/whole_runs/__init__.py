@@ -1,1 +1,1 @@
-"""Who trains in `end_to_end.py`: one file each."""
+"""Contenders of `end_to_end.py`, one file each."""

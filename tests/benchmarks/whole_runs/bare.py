@@ -1,7 +1,7 @@
-"""Bare loops: the same environments and the same arithmetic, with torch alone and nothing around it.
+"""Bare loops: the same environments and the same arithmetic with plain torch.
 
-They check nothing, log nothing, and know one algorithm, one environment and one kind of network each: the floor, on
-which a library's own share is what it adds.
+They do not check or log anything, and each supports one algorithm, one environment and one kind of network. Their time
+is the minimum; a library adds its own share to it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 class Perceptrons:
-    """Perceptrons whose weights, gradients and moments of Adam lie in one vector each."""
+    """Perceptrons that share one vector each for weights, gradients and the moments of Adam."""
 
     def __init__(self, *sizes: tuple[int, ...]) -> None:
         self.layers = [[nn.Linear(a, b) for a, b in pairwise(each)] for each in sizes]
@@ -39,14 +39,14 @@ class Perceptrons:
             begin = end
 
     def __call__(self, number: int, x: Tensor, activation: Activation) -> Tensor:
-        """Return what one of them makes of a batch."""
+        """Return the output of one perceptron for a batch."""
         *hidden, last = self.layers[number]
         for layer in hidden:
             x = activation(F.linear(x, layer.weight, layer.bias))
         return F.linear(x, last.weight, last.bias)
 
     def step(self, loss: Tensor, learning_rate: float, eps: float, max_norm: float) -> None:
-        """Go backward, clip, and let Adam step."""
+        """Compute the gradients, clip them and step Adam."""
         self.gradients.zero_()
         loss.backward()
         norm = float(torch.linalg.vector_norm(self.gradients))
@@ -73,13 +73,13 @@ class Perceptrons:
 
 
 def cartpoles(num_envs: int) -> Any:
-    """Return CartPoles that begin again in the step in which they end."""
+    """Return CartPoles that reset in the same step as their end."""
     made = [lambda: gymnasium.make("CartPole-v1")] * num_envs
     return SyncVectorEnv(made, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 def dqn(num_envs: int, batch_size: int, updates: int) -> Training:
-    """DQN on CartPole-v1: 64 x 64, an update for each step of all environments, soft target."""
+    """Return DQN on CartPole-v1: 64 x 64, one update per step of all environments, soft target."""
 
     def run(seed: int) -> float:
         torch.manual_seed(seed)
@@ -128,7 +128,7 @@ def dqn(num_envs: int, batch_size: int, updates: int) -> Training:
 
 
 def ppo(num_envs: int, steps: int, rollouts: int) -> Training:
-    """PPO on CartPole-v1: separate tanh networks of 64 x 64, batch 256, 4 epochs."""
+    """Return PPO on CartPole-v1: separate tanh networks of 64 x 64, batch 256, 4 epochs."""
 
     def run(seed: int) -> float:
         torch.manual_seed(seed)

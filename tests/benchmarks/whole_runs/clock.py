@@ -8,18 +8,18 @@ from collections.abc import Callable
 CELLS, WARMUP = 48_000, 1000
 
 Training = Callable[[int], float]
-"""Train with a seed and return frames per second: of processor time, with networks on a GPU of what a clock shows."""
+"""Train with a seed and return frames per second: processor time, or wall-clock time with networks on a GPU."""
 
 
 class Stopwatch:
-    """Frames and time since :meth:`start`: processor time, unless a run waits for another device."""
+    """Frames and time since :meth:`start`: processor time, or wall-clock time if a run waits for another device."""
 
     def __init__(self, device: str = "cpu") -> None:
         self._now = time.process_time if device == "cpu" else time.perf_counter
         self._began: tuple[float, int] | None = None
 
     def start(self, frames: int) -> None:
-        """Start once; later calls change nothing."""
+        """Start the clock; later calls do not change it."""
         if self._began is None:
             self._began = self._now(), frames
 

@@ -1,4 +1,4 @@
-"""Our own runs: bare, or with what the command lays around them."""
+"""Our own runs, plain or with the additions of the command."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class StartWatch(L.Callback):
         self.watch = Stopwatch(device)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start the stopwatch."""
+        """Start the stopwatch in the second epoch."""
         if trainer.current_epoch == 1:
             self.watch.start(trainer.datamodule.frames)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def command_settings() -> Iterator[dict[str, Any]]:
-    """Give the Trainer what ``torchrl-lightning-train`` gives it."""
+    """Yield the Trainer arguments of ``torchrl-lightning-train``."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         yield {
             "logger": CSVLogger(folder, flush_logs_every_n_steps=1),
@@ -88,7 +88,7 @@ def off_policy(
     normalized: bool = False,
     device: str = "cpu",
 ) -> Training:
-    """Train with an update for each step of all environments."""
+    """Return a training run with one update per step of all environments."""
 
     def run(seed: int) -> float:
         torch.manual_seed(seed)
@@ -125,7 +125,7 @@ def ppo(
     normalized: bool = False,
     device: str = "cpu",
 ) -> Training:
-    """Train with 4 epochs."""
+    """Return a training run of PPO with 4 epochs."""
 
     def run(seed: int) -> float:
         torch.manual_seed(seed)

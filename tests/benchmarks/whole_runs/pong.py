@@ -1,4 +1,4 @@
-"""Pong from four grey images of 84 x 84, the same for all: one action for four frames of the game, rewards clipped."""
+"""Pong from four grey images of 84 x 84 with clipped rewards; one action per four frames of the game."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ours() -> EnvironmentRecipe:
 
 
 def theirs(num_envs: int, seed: int, lean: bool) -> VecEnv:
-    """Return Stable-Baselines3's environments: with its wrapper, or with Gymnasium's, which is faster."""
+    """Return Stable-Baselines3's environments with its own wrapper, or with Gymnasium's faster wrapper if ``lean``."""
 
     def make() -> Any:
         env = gymnasium.make("ALE/Pong-v5", **GAME)
@@ -44,7 +44,7 @@ def theirs(num_envs: int, seed: int, lean: bool) -> VecEnv:
 
 
 def share_of_convolutions(train: Training) -> float:
-    """Return which part of the processor time of a training run its convolutions take."""
+    """Return the share of the convolutions in the processor time of a training run."""
     began = time.process_time()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         train(0)

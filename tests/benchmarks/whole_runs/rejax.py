@@ -1,4 +1,4 @@
-"""rejax: PPO and its environments, compiled into one JAX program."""
+"""PPO of rejax: algorithm and environments in one compiled JAX program."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from benchmarks.whole_runs.clock import Stopwatch, Training
 
 
 def ppo(num_envs: int, steps: int, rollouts: int, mini_batch_size: int) -> Training:
-    """Train on gymnax's CartPole with 4 epochs, and tanh networks of 64 x 64; compilation is not timed."""
+    """Return a run on gymnax's CartPole with 4 epochs and tanh networks of 64 x 64, timed without compilation."""
     import jax
     from rejax import PPO
 

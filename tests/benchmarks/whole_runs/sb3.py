@@ -1,4 +1,4 @@
-"""Stable-Baselines3, and SBX, which has its algorithms and its arguments in JAX."""
+"""Runs of Stable-Baselines3, and of SBX, which has the same algorithms and arguments in JAX."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.whole_runs.clock import CELLS, WARMUP, Stopwatch, Training
 from torchrl_lightning.agents.analytic import FusedAdam
 
 Environments = Callable[[int, int, bool], VecEnv]
-"""Makes so many environments, with a seed, lean or not."""
+"""Build environments from their number, a seed and ``lean``."""
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "its own": {},
@@ -32,7 +32,7 @@ def environments(env: str, num_envs: int, seed: int, lean: bool) -> Any:
 
 
 class Updates(BaseCallback):
-    """Start the stopwatch after the first half of ``updates``, stop the run after as many again and half."""
+    """Start the stopwatch after the first half of ``updates``; stop the run after ``updates`` more."""
 
     def __init__(self, updates: int, device: str) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def off_policy(
     device: str = "cpu",
     **kwargs: Any,
 ) -> Training:
-    """Train with an update for each step of all environments, or ``at_once`` of them after as many steps."""
+    """Return a run with one update per step of all environments, or ``at_once`` updates after ``at_once`` steps."""
     kind = getattr(importlib.import_module(library), algorithm)
 
     def run(seed: int) -> float:
@@ -120,7 +120,7 @@ def ppo(
     build: Environments | None = None,
     device: str = "cpu",
 ) -> Training:
-    """Train with mini-batches of 256 and 4 epochs."""
+    """Return a run with mini-batches of 256 and 4 epochs."""
     frames = num_envs * steps
     kind: type[PPO] = importlib.import_module(library).PPO
 

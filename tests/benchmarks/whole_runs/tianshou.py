@@ -1,4 +1,4 @@
-"""Tianshou's DQN."""
+"""DQN of Tianshou."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.whole_runs.clock import CELLS, WARMUP, Stopwatch, Training
 
 
 def dqn(env: str, num_envs: int, batch_size: int, updates: int) -> Training:
-    """Train with an update for each step of all environments, hard target updates every 100."""
+    """Return a run with one update per step of all environments and a hard target update every 100 updates."""
 
     def run(seed: int) -> float:
         torch.manual_seed(seed)
