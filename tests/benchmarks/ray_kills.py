@@ -64,8 +64,9 @@ TARGETS = {
     "learner": ["learner"],
     "ranks": ["rank"],
 }
-SYSTEM = {  # a loaded machine needs more time
-    "agent_register_timeout_ms": 300_000,
+SYSTEM = {
+    "agent_register_timeout_ms": 300_000,  # a loaded machine needs more time
+    "worker_niceness": 0,  # Ray's default lets any other process delay the actors by minutes
     "preload_python_modules": [f"torchrl_lightning.ray.{name}" for name in ("_actor", "_service_actor")],
 }
 MOMENTS = ("start", "collection", "update", "any")
@@ -309,6 +310,7 @@ def ranks(folder: Path, address: str, coin: random.Random) -> tuple[Counter[str]
         return b"experiment=apex_cartpole" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
     process, last = start("data.total_frames=1000000"), run / "checkpoints" / "last.ckpt"
+    kills, started = Counter[str](), [process]
     try:
         wait_until(lambda: last.exists() or process.poll() is not None, 300.0)
         time.sleep(coin.uniform(0.0, 5.0))
@@ -316,24 +318,26 @@ def ranks(folder: Path, address: str, coin: random.Random) -> tuple[Counter[str]
             return Counter(), ["the run ended before a signal: " + log.read_text().splitlines()[-1]]
         begun, targets = time.monotonic(), [pid for pid in of_group(process) if is_rank(pid)]
         os.kill(coin.choice(targets), signal.SIGKILL)
+        kills["rank, any"] += 1
         wait_until(lambda: process.poll() is not None and not of_group(process), SILENCE)
         say(f"ranks: all ended {time.monotonic() - begun:.0f} s after the signal, status {process.returncode}")
         wait_until(lambda: not any(actors(kind) for kind in ACTORS), 60.0)
         lines = len(log.read_text().splitlines())
         resumed = start(f"ckpt_path={last}", "trusted=true")
+        started.append(resumed)
         size = last.stat().st_mtime
         wait_until(lambda: last.stat().st_mtime > size or resumed.poll() is not None, 300.0)
         if resumed.poll():
             faults.append("the resumed run ended: " + " / ".join(log.read_text().splitlines()[lines:][-3:]))
-        os.killpg(resumed.pid, signal.SIGKILL)
-        resumed.wait()
     except TimeoutError as error:
         faults.append(f"{error}: {log.read_text()[-400:]}")
     finally:
-        for pid in of_group(process):
-            os.kill(pid, signal.SIGKILL)
-        process.wait()
-    return Counter({"rank, any": 1}), faults
+        for one in started:
+            for pid in of_group(one):
+                os.kill(pid, signal.SIGKILL)
+            one.wait()
+        wait_until(lambda: not any(actors(kind) for kind in ACTORS))  # the next round kills only its own actors
+    return kills, faults
 
 
 def main() -> None:
