@@ -34,7 +34,7 @@ import numpy as np
 import yaml
 
 from torchrl_lightning.cli.plot import bootstrap_interval
-from torchrl_lightning.plotting.figures import saved_panels
+from torchrl_lightning.plotting.style import add_legend, axis_label, saved_panels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -250,28 +250,35 @@ def picture(output: Path, folder: Path = RESULTS) -> Figure:
 
     published = yaml.safe_load((folder / "published.yaml").read_text())
     paths = sorted(folder.glob("*.csv"))
-    title = "Mean return of evaluations over frames; stars: the last checkpoint"
-    with saved_panels(output, len(paths), (3.6, 2.2), title) as (figure, grid):
+    with saved_panels(output, len(paths), (3.6, 2.6)) as (figure, grid):
+        has_peer = has_published = False
         for axes, path in zip(grid, paths, strict=True):
             rows = read(path)
             for seed in sorted({row.seed for row in rows}):
                 points = [(row.frames, row.score) for row in rows if row.seed == seed and row.minutes is None]
                 axes.plot(*zip(*points, strict=True), color="C0", alpha=0.7, linewidth=1.2)
-            ends = [row for row in rows if row.minutes is not None]
-            for color, label, stars in (
-                ("C0", "ours", ends),
-                ("C1", "Stable-Baselines3", ends_of_peer(path.stem, folder)),
-            ):
+            ends, peer = [row for row in rows if row.minutes is not None], ends_of_peer(path.stem, folder)
+            for color, stars in (("C0", ends), ("C1", peer)):
                 if stars:
                     at = [row.frames for row in stars], [row.score for row in stars]
-                    axes.plot(*at, "*", color=color, label=label, clip_on=False, zorder=3)
+                    axes.plot(*at, "*", color=color, clip_on=False, zorder=3)
+            has_peer |= bool(peer)
             found = re.match(r"(?:about )?(-?\d[\d.]*)", published.get(path.stem, ""))
             if found:
-                axes.axhline(float(found[1]), color="C2", linestyle=":", label="published")
+                axes.axhline(float(found[1]), color="C2", linestyle=":")
+                has_published = True
             axes.set_title(path.stem, fontsize=9)
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        lines = {line.get_label(): line for axes in grid for line in axes.get_legend_handles_labels()[0]}
-        figure.legend(lines.values(), lines, loc="outside lower center", ncols=len(lines), frameon=False)
+            axes.set_xlabel(axis_label("step"))
+            axes.set_ylabel(axis_label("eval/return"))
+        star = {"linestyle": "", "marker": "*", "markersize": 10}
+        entries = {"one seed: evaluations in training": {"color": "C0"}}
+        entries["one seed: last checkpoint, 100 unseen episodes"] = {"color": "C0", **star}
+        if has_peer:
+            entries["Stable-Baselines3, one seed: last checkpoint"] = {"color": "C1", **star}
+        if has_published:
+            entries["published score"] = {"color": "C2", "linestyle": ":"}
+        add_legend(figure, entries)
     return figure
 
 

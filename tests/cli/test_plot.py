@@ -25,8 +25,8 @@ def test_single_run_is_drawn(tmp_path, figures):
     assert picture.shape[1] > 500
     assert picture[..., :3].std() > 0.01
     (axes,) = figures[0].axes
-    assert axes.get_xlabel() == "environment frames"
-    assert axes.get_ylabel() == "eval/return"
+    assert axes.get_xlabel() == "Environment frames"
+    assert axes.get_ylabel() == "Mean return"
     curve = lines(figures[0])["ppo_cartpole"]
     assert curve[:, 0].tolist() == [1024.0 * i for i in range(1, 21)]
 
@@ -34,7 +34,7 @@ def test_single_run_is_drawn(tmp_path, figures):
 def test_run_without_frames_is_drawn_over_updates(tmp_path, figures):
     (tmp_path / "metrics.csv").write_text("step,eval/return,updates_per_second\n10,1.0,\n20,2.0,5.0\n")
     plot_runs([tmp_path], tmp_path / "curve.png", smooth=2)
-    assert figures[0].axes[0].get_xlabel() == "updates"
+    assert figures[0].axes[0].get_xlabel() == "Updates"
 
 
 def test_star_shows_the_score_of_the_evaluation_after_training(tmp_path, figures):
@@ -58,6 +58,49 @@ def test_seeds_share_a_line_with_mean_and_range(tmp_path, figures):
     band = figures[0].axes[0].collections[1].get_paths()[0].vertices
     assert band[:, 1].max() == pytest.approx(values.max())
     assert band[:, 1].min() == pytest.approx(values.min())
+
+
+def legend(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_legend_explains_line_band_and_star_outside_the_axes(tmp_path, figures):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.csv").write_text("step,eval/return,final/return\n10,1,\n20,2,\n20,,3\n")
+    sources = [tmp_path / "one.csv", tmp_path / "two.csv"]
+    for band in ("range", "std", "iqm", "none"):
+        plot_runs(sources, tmp_path / "c.png", labels=["same", "same"], band=band)
+    assert [legend(figure) for figure in figures] == [
+        ["line: mean of the runs", "band: lowest to highest run", "star: evaluation after training"],
+        ["line: mean of the runs", "band: one standard deviation of the runs", "star: evaluation after training"],
+        ["line: mean of the middle half of the runs", "band: its 95 % interval", "star: evaluation after training"],
+        ["line: mean of the runs", "star: evaluation after training"],
+    ]
+    for figure in figures:
+        assert figure.get_suptitle() == "same (2 runs)"
+        assert figure.axes[0].get_legend() is None
+        box, axes = figure.legends[0].get_window_extent(), figure.axes[0].get_window_extent()
+        assert box.y1 < axes.y0
+
+
+def test_settings_of_all_runs_are_in_the_title_and_the_legend_lists_the_others(tmp_path, figures):
+    for number, more in enumerate(([], ["model.network.hidden_sizes=[64, 64]"], ["model.lmbda=0.9"])):
+        keep(write_run(tmp_path / "runs" / str(number)), "model.gamma=0.9", *more)
+    keep(write_run(tmp_path / "other"), "model.gamma=0.9", experiment="a2c_cartpole")
+    plot_runs([tmp_path / "runs"], tmp_path / "c.png")
+    plot_runs([tmp_path / "runs"], tmp_path / "c.png", title="mine")
+    plot_runs([tmp_path / "runs" / "0", tmp_path / "other"], tmp_path / "c.png")
+    assert [figure.get_suptitle() for figure in figures] == ["ppo_cartpole model.gamma=0.9", "mine", ""]
+    assert legend(figures[2]) == ["a2c_cartpole model.gamma=0.9", "ppo_cartpole model.gamma=0.9"]
+    assert legend(figures[0]) == ["default settings", "model.network.hidden_sizes=[64, 64]", "model.lmbda=0.9"]
+
+
+def test_curves_of_more_groups_than_colours_look_different(tmp_path, figures):
+    for number in range(9):
+        (tmp_path / f"{number}.csv").write_text("step,eval/return\n0,0\n10,1\n")
+    plot_runs([tmp_path / f"{number}.csv" for number in range(9)], tmp_path / "c.png", labels=[*"abcdefghi"])
+    looks = {(line.get_color(), line.get_linestyle()) for line in figures[0].axes[0].get_lines()}
+    assert len(looks) == 9
 
 
 def test_middle_half_of_seeds_is_drawn_with_its_interval(tmp_path, figures):

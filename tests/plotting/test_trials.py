@@ -80,7 +80,7 @@ def test_sweep_becomes_a_table_best_first_and_a_picture(sweep, tmp_path, capsys,
     assert all(imread(path)[..., :3].std() > 0.01 for path in output.parent.iterdir())
     epochs, rates = figures[0].axes
     assert (epochs.get_xlabel(), rates.get_xlabel()) == ("data.num_epochs", "model.learning_rate")
-    assert epochs.get_ylabel() == rates.get_ylabel() == "final/return"
+    assert epochs.get_ylabel() == rates.get_ylabel() == "Final mean return"
     assert (epochs.get_xscale(), rates.get_xscale()) == ("linear", "log")
     points = [container[0].get_xydata()[0].tolist() for container in rates.containers]
     assert sorted(points) == [[0.0001, 110], [0.0001, 190], [0.03, 5.5], [0.03, 25]]
@@ -179,8 +179,9 @@ def test_runs_ended_early_are_listed_and_drawn_separately(tmp_path, figures):
     draw_parallel(trials, tmp_path / "lines.png")
     marks = {float(c[0].get_ydata()[0]): c[0].get_markerfacecolor() for c in figures[0].axes[0].containers}
     assert {score: mark == "none" for score, mark in marks.items()} == {0: False, 1: True, 2: False}
-    assert legend(figures[0]) == legend(figures[1]) == ["best", "ended early"]
-    assert figures[1].legends[0].get_lines()[1].get_linestyle() == "--"
+    assert legend(figures[0]) == ["best trial", "ended early"]
+    assert legend(figures[1]) == ["best trial", "worst trial", "ended early"]
+    assert figures[1].legends[0].get_lines()[2].get_linestyle() == "--"
     lines = {line.get_ydata()[-1]: line.get_linestyle() for line in figures[1].axes[0].lines[:3]}
     assert lines == {0.0: "-", 0.5: "--", 1.0: "-"}
 
@@ -203,7 +204,7 @@ def test_parallel_lines_pass_the_position_of_each_setting(tmp_path, figures):
     ]
     draw_parallel(trials, tmp_path / "lines.svg", title="three")
     (axes,) = figures[0].axes
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["net", "rate", "final/return"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["net", "rate", "Final mean return"]
     heights = sorted(line.get_ydata().tolist() for line in axes.lines[:3])
     np.testing.assert_allclose(heights, [[0, 0.5, 0.5], [1, 0, 1], [1, 1, 0]], atol=1e-12)
     assert sorted(text.get_text() for text in axes.texts) == ["0.0001", "0.01", "3", "7", "a", "b"]

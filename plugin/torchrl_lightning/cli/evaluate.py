@@ -132,20 +132,20 @@ def draw_histogram(returns: Tensor, path: Path, checkpoint: Path) -> None:
     """Plot a histogram of the returns with a line at the mean."""
     from matplotlib.ticker import MaxNLocator
 
-    from torchrl_lightning.plotting.figures import saved_panels
+    from torchrl_lightning.plotting.style import PALETTE, add_legend, saved_panels
 
     mean, std = float(returns.mean()), float(returns.std(correction=0))
     # Without a margin, the axis for equal returns would have ticks at hundredths.
     low, high = float(returns.min()), float(returns.max())
     margin = max(0.0, 0.01 * max(abs(low), abs(high), 1.0) - (high - low)) / 2
     bins = min(20, max(5, len(returns) // 2))
-    with saved_panels(path, 1, (6, 4)) as (_, (axes,)):
-        axes.hist(returns.numpy(), bins=bins, range=(low - margin, high + margin), color="tab:blue", alpha=0.8)
+    with saved_panels(path, 1, (6, 4)) as (figure, (axes,)):
+        axes.hist(returns.numpy(), bins=bins, range=(low - margin, high + margin), color=PALETTE[0], alpha=0.8)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.axvline(mean, color="tab:orange", label=f"mean {mean:.1f} +- {std:.1f}")
-        axes.set(xlabel="return of an episode", ylabel="episodes")
+        axes.axvline(mean, color=PALETTE[1])
+        axes.set(xlabel="Return of an episode", ylabel="Episodes")
         axes.set_title(printable(f"{len(returns)} episodes of {checkpoint.name}"))
-        axes.legend()
+        add_legend(figure, {f"mean {mean:.1f}, standard deviation {std:.1f}": {"color": PALETTE[1]}})
 
 
 if __name__ == "__main__":

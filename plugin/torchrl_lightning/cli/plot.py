@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
@@ -16,7 +16,7 @@ from torchrl_lightning._core.untrusted import MESSAGE_LIMIT, printable
 from torchrl_lightning.cli.command import flushed_output
 from torchrl_lightning.cli.working_directory import leave_out_working_directory
 from torchrl_lightning.plotting.curves import Curve, read_source, runs_by_label
-from torchrl_lightning.plotting.figures import saved_panels
+from torchrl_lightning.plotting.style import add_legend, axis_label, line_style, saved_panels
 from torchrl_lightning.plotting.sweep_figures import draw_importances, draw_parallel, draw_trials
 from torchrl_lightning.plotting.trials import read_trials, table
 
@@ -151,30 +151,78 @@ def _draw(
     from matplotlib.ticker import EngFormatter
 
     units = " or ".join(sorted({curve.unit for curves in groups.values() for curve in curves}))
+    full_labels = [label + (f" ({len(curves)} runs)" if len(curves) > 1 else "") for label, curves in groups.items()]
+    common, names = short_labels(groups)
     count, size = (len(groups), (4.2, 3.1)) if panels else (1, (7.5, 4.6))
-    with saved_panels(output, count, size, title) as (_, grid):
-        for i, (label, curves) in enumerate(groups.items()):
-            axes = grid[i if panels else 0]
-            runs = f" ({len(curves)} runs)" if len(curves) > 1 else ""
-            name = textwrap.fill(printable(label + runs), 60)
-            _draw_group(axes, name, curves, band, f"C{i % 10}")
+    with saved_panels(output, count, size, title) as (figure, grid):
+        entries: dict[str, dict[str, Any]] = {}
+        for i, (curves, label, name) in enumerate(zip(groups.values(), full_labels, names, strict=True)):
+            axes, style = grid[i if panels else 0], line_style(0 if panels else i)
+            _draw_group(axes, printable(label), curves, band, style)
             if panels:
-                axes.set_title(name)
+                axes.set_title(textwrap.fill(printable(name), 34), fontsize="medium")
+            elif name:
+                entries[textwrap.fill(printable(name), 100)] = style
         for axes in grid:
-            axes.set(xlabel=units if x == "step" else printable(x), ylabel=printable(metric))
+            axes.set(xlabel=units.capitalize() if x == "step" else axis_label(x), ylabel=axis_label(metric))
             if x == "step":
                 axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # for example 200k and 1.5M
-            if not panels:
-                axes.legend(frameon=False)
+        if title is None and common:
+            figure.suptitle(textwrap.fill(printable(common), 70))
+        add_legend(figure, entries | _explain(groups, band, panels))
 
 
-def _draw_group(axes: Any, label: str, curves: list[Curve], band: Band, color: str) -> None:
+def short_labels(groups: Mapping[str, Sequence[Curve]]) -> tuple[str, list[str]]:
+    """Return the text that all labels share, for the title, and the rest of each label with its number of runs.
+
+    A label from Hydra's record is an experiment and its changed settings. The shared text is the experiment with the
+    settings that all groups have, and a label without a rest is "default settings". Other labels are returned whole,
+    and a single group has only a title.
+    """
+    counts = [f" ({len(curves)} runs)" if len(curves) > 1 else "" for curves in groups.values()]
+    whole = [label + count for label, count in zip(groups, counts, strict=True)]
+    if len(whole) == 1:
+        return whole[0], [""]
+    parts = [() if curves[0].run is None else curves[0].run.label_parts for curves in groups.values()]
+    if [" ".join(words) for words in parts] != list(groups) or len({words[0] for words in parts}) > 1:
+        return "", whole
+    shared = [word for word in parts[0] if all(word in words for words in parts)]
+    rests = [" ".join(word for word in words if word not in shared) or "default settings" for words in parts]
+    return " ".join(shared), [rest + count for rest, count in zip(rests, counts, strict=True)]
+
+
+_BANDS: dict[Band, tuple[str, str]] = {
+    "range": ("mean of the runs", "lowest to highest run"),
+    "std": ("mean of the runs", "one standard deviation of the runs"),
+    "iqm": ("mean of the middle half of the runs", "its 95 % interval"),
+    "none": ("mean of the runs", ""),
+}
+
+
+def _explain(groups: Mapping[str, Sequence[Curve]], band: Band, panels: bool) -> dict[str, dict[str, Any]]:
+    """Return the entries of the legend that explain the line, the band and the star."""
+    color = line_style(0)["color"] if panels or len(groups) == 1 else "0.4"
+    line, area = _BANDS[band]
+    entries: dict[str, dict[str, Any]] = {}
+    if any(len(curves) > 1 for curves in groups.values()):
+        entries[f"line: {line}"] = {"color": color}
+        if area:
+            entries[f"band: {area}"] = {"band": color}
+    if any(curve.score is not None for curves in groups.values() for curve in curves):
+        entries["star: evaluation after training"] = {
+            "color": color, "linestyle": "", "marker": "*", "markersize": 10,
+        }  # fmt: skip
+    return entries
+
+
+def _draw_group(axes: Any, label: str, curves: list[Curve], band: Band, style: Mapping[str, Any]) -> None:
     grid, values = _interpolate(curves)
+    color = style["color"]
     if band == "iqm":
         mean, low, high = bootstrap_interval(values)
     else:
         mean = np.nanmean(values, axis=0)
-    axes.plot(grid, mean, color=color, label=label, linewidth=1.8, marker="o" if len(grid) == 1 else None)
+    axes.plot(grid, mean, label=label, linewidth=1.8, marker="o" if len(grid) == 1 else None, **style)
     scores = [curve.score for curve in curves if curve.score is not None]
     if scores:  # the same scores as in the table of the runs
         score = interquartile_mean(np.array(scores)) if band == "iqm" else np.mean(scores)

@@ -58,10 +58,15 @@ class Run:
 
     @property
     def label(self) -> str:
-        """The changed environment, the name and other changed settings; runs with the same label differ in the seed."""
+        """The parts of the label as one text; runs with the same label differ in the seed."""
+        return " ".join(self.label_parts)
+
+    @property
+    def label_parts(self) -> tuple[str, ...]:
+        """The name, with the environment if it was changed, and each other changed setting."""
         other_settings = {key: text for key, text in self.settings.items() if key not in _ENVIRONMENT}
         environment = [self.settings[key].partition("=")[2] for key in _ENVIRONMENT if key in self.settings]
-        return " ".join((*environment, *["by"] * bool(environment), self.name, *other_settings.values()))
+        return (" ".join((*environment, *["by"] * bool(environment), self.name)), *other_settings.values())
 
     def config_value(self, key: str) -> str | None:
         """Return the option of a config group or the value of a setting in this run; None if it was not recorded."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +12,10 @@ import numpy as np
 from torchrl_lightning._core.run_metadata import SCORE
 from torchrl_lightning._core.run_names import ENDS
 from torchrl_lightning._core.untrusted import printable
-from torchrl_lightning.plotting.figures import saved_panels
+from torchrl_lightning.plotting.style import SEQUENTIAL, add_legend, axis_label, saved_panels
 from torchrl_lightning.plotting.trials import Trial, parse_number, shortened
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
 _MARKERS = "osD^v"
@@ -58,7 +57,7 @@ def draw_trials(trials: Sequence[Trial], output: str | Path, metric: str = SCORE
         ", ".join(f"{end}={trial.settings[end]}" for end in ENDS if end in trial.settings) for trial in trials
     ]
     markers = {run_limit: _MARKERS[i % len(_MARKERS)] for i, run_limit in enumerate(sorted({*run_limits}))}
-    styles = {"best": {"color": "C1", "marker": "o"}}
+    styles: dict[str, dict[str, Any]] = {"best trial": {"color": "C1", "marker": "o"}}
     if any(trial.ended for trial in trials):
         styles["ended early"] = {"color": "C0", "marker": "o", "mfc": "none"}
     styles |= {run_limit: {"color": "C0", "marker": marker} for run_limit, marker in markers.items() if run_limit}
@@ -70,18 +69,9 @@ def draw_trials(trials: Sequence[Trial], output: str | Path, metric: str = SCORE
                 trials,
                 [markers[run_limit] for run_limit in run_limits],
             )
-            axes.set(xlabel=printable(key), ylabel=printable(metric))
-        _add_legend(figure, styles, ls="")
+            axes.set(xlabel=printable(key), ylabel=axis_label(metric))
+        add_legend(figure, styles, ls="")
     return Path(output)
-
-
-def _add_legend(figure: Figure, styles: Mapping[str, Mapping[str, Any]], **shared: Any) -> None:
-    """Add a legend below the panels, and increase the height of the figure by the height of the legend."""
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], label=printable(label), **{**shared, **style}) for label, style in styles.items()]
-    figure.set_figheight(figure.get_figheight() + 0.2 * len(handles))
-    figure.legend(handles=handles, loc="outside lower center", frameon=False, fontsize="small")
 
 
 def _draw_setting(axes: Any, values: Sequence[str], trials: Sequence[Trial], markers: Sequence[str]) -> None:
@@ -110,7 +100,7 @@ def draw_parallel(trials: Sequence[Trial], output: str | Path, metric: str = SCO
     """
     from matplotlib import colormaps
 
-    keys, color = list(trials[0].settings), colormaps["viridis"]
+    keys, color = list(trials[0].settings), colormaps[SEQUENTIAL]
     scales = [
         *(_scale([trial.settings[key] for trial in trials]) for key in keys),
         _Scale([trial.score for trial in trials]),
@@ -126,12 +116,14 @@ def draw_parallel(trials: Sequence[Trial], output: str | Path, metric: str = SCO
             for height, i in {float(column[i]): i for i in labelled_trials}.items():
                 text = scale.names[int(scale.positions[i])] if scale.names else shortened(f"{scale.positions[i]:.4g}")
                 axes.annotate(text, (x, height), (4, 3), textcoords="offset points", fontsize="small")
-        axes.set_xticks(range(len(scales)), [printable(name) for name in (*keys, metric)], rotation=15)
+        axes.set_xticks(range(len(scales)), [*map(printable, keys), axis_label(metric)], rotation=15)
         axes.set_yticks([])
         axes.grid(visible=False)
         axes.spines[["left", "bottom"]].set_visible(False)
-        legend_of_ended = {"ended early": {"ls": "--"}} if any(trial.ended for trial in trials) else {}
-        _add_legend(figure, {"best": {"lw": 2.5}, **legend_of_ended}, color=color(1.0))
+        styles = {"best trial": {"color": color(1.0), "lw": 2.5}, "worst trial": {"color": color(0.0)}}
+        if any(trial.ended for trial in trials):
+            styles["ended early"] = {"color": "0.5", "ls": "--"}
+        add_legend(figure, styles)
     return Path(output)
 
 
@@ -145,14 +137,17 @@ def draw_importances(
     """
     ranked = sorted(importances(trials).items(), key=lambda item: item[1][0])
     names, values = [printable(name) for name, _ in ranked], np.array([value for _, value in ranked])
-    with saved_panels(Path(output), 1, (6.5, 0.5 * len(ranked) + 1.6), title) as (_, (axes,)):
+    label = axis_label(metric)
+    with saved_panels(Path(output), 1, (6.5, 0.5 * len(ranked) + 1.6), title) as (figure, (axes,)):
         axes.barh(names, values[:, 0], color="C0", alpha=0.8)
-        axes.plot(values[:, 1], names, "|", color="C3", ms=16, mew=2, label="95 % quantile for shuffled scores")
+        axes.plot(values[:, 1], names, "|", color="C1", ms=16, mew=2)
         axes.set(
             xlim=(0, 1.02),
-            xlabel=f"rank correlation with {printable(metric)} (categories: correlation ratio); n={len(trials)}",
+            xlabel=f"Rank correlation with the {label[:1].lower()}{label[1:]} of {len(trials)} trials\n"
+            "(correlation ratio for categories)",
         )
-        axes.legend(frameon=False, fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0))
+        chance = {"color": "C1", "marker": "|", "ms": 12, "mew": 2, "ls": ""}
+        add_legend(figure, {"95 % quantile for shuffled scores": chance})
     return Path(output)
 
 
