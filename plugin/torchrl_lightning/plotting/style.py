@@ -74,12 +74,13 @@ def saved_panels(
 
     # A figure without pyplot needs no display and leaves no global state.
     from matplotlib.figure import Figure
+    from matplotlib.rcsetup import cycler
 
     style: Any = {
         "text.parse_math": False,
         "text.usetex": False,
         "axes.formatter.use_mathtext": False,
-        "axes.prop_cycle": matplotlib.cycler(color=PALETTE),
+        "axes.prop_cycle": cycler(color=PALETTE),
         "figure.facecolor": "white",  # also readable on a dark page
         "svg.hashsalt": "panels",  # equal curves produce equal files
     }

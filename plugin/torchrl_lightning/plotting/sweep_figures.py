@@ -120,7 +120,10 @@ def draw_parallel(trials: Sequence[Trial], output: str | Path, metric: str = SCO
         axes.set_yticks([])
         axes.grid(visible=False)
         axes.spines[["left", "bottom"]].set_visible(False)
-        styles = {"best trial": {"color": color(1.0), "lw": 2.5}, "worst trial": {"color": color(0.0)}}
+        styles: dict[str, dict[str, Any]] = {
+            "best trial": {"color": color(1.0), "lw": 2.5},
+            "worst trial": {"color": color(0.0)},
+        }
         if any(trial.ended for trial in trials):
             styles["ended early"] = {"color": "0.5", "ls": "--"}
         add_legend(figure, styles)
@@ -146,7 +149,7 @@ def draw_importances(
             xlabel=f"Rank correlation with the {label[:1].lower()}{label[1:]} of {len(trials)} trials\n"
             "(correlation ratio for categories)",
         )
-        chance = {"color": "C1", "marker": "|", "ms": 12, "mew": 2, "ls": ""}
+        chance: dict[str, Any] = {"color": "C1", "marker": "|", "ms": 12, "mew": 2, "ls": ""}
         add_legend(figure, {"95 % quantile for shuffled scores": chance})
     return Path(output)
 
