@@ -69,8 +69,12 @@ def test_death_of_a_rank_is_reported_in_one_line_and_ends_the_others(
     assert f"ckpt_path={run.last}" in lines[-1]
 
 
-def test_rank_ends_if_the_first_rank_dies_before_training(tmp_path: Path) -> None:
-    run = RankRun.of_command(tmp_path, *ON_POLICY, "data.total_frames=1000")
+@pytest.mark.parametrize("program", ["command", "script"])
+def test_rank_ends_if_the_first_rank_dies_before_training(program: str, tmp_path: Path) -> None:
+    if program == "command":
+        run = RankRun.of_command(tmp_path, *ON_POLICY, "data.total_frames=1000")
+    else:
+        run = RankRun.of_trainer(tmp_path, "PPO", 1000)
     try:
         run.wait_until(lambda: len(run.pids()) == 2)
         run.send(signal.SIGKILL, (0,))

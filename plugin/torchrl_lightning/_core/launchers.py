@@ -1,14 +1,16 @@
-"""Lightning's launchers: refuse forked and spawned copies of a run, and find out if a run starts its command again."""
+"""Lightning's launchers: refuse copies of a run, watch the first rank, and find out if a run restarts its command."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher, _XLALauncher
 
 from torchrl_lightning._core.errors import IncompatibleError
+from torchrl_lightning._core.first_rank import are_ranks_connected, become_first_rank, end_with_first_rank
 
 
 class MainProcessState:
@@ -40,13 +42,33 @@ def restarts_script(trainer: Any) -> bool:
 def _checked(launch: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(launch)
     def checked_launch(self: Any, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        if trainer is not None and any(isinstance(part, MainProcessState) for part in (*args, *kwargs.values())):
+        if trainer is not None and _has_part((*args, *kwargs.values())):
             check_launcher(trainer)
         return launch(self, function, *args, trainer=trainer, **kwargs)
 
     return checked_launch
 
 
+def _watched(launch: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(launch)
+    def watched_launch(self: Any, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        environment = self.cluster_environment
+        if isinstance(environment, LightningEnvironment) and _has_part((*args, *kwargs.values())):
+            if not environment.creates_processes_externally:
+                become_first_rank()
+            elif environment.local_rank():
+                end_with_first_rank(until=are_ranks_connected)
+        return launch(self, function, *args, trainer=trainer, **kwargs)
+
+    return watched_launch
+
+
+def _has_part(arguments: Iterable[Any]) -> bool:
+    """Return whether a trainer has a module or DataModule of this package."""
+    return any(isinstance(argument, MainProcessState) for argument in arguments)
+
+
 # Lightning calls no hook of a module, DataModule or callback in this process before it starts the others.
 _MultiProcessingLauncher.launch = _checked(_MultiProcessingLauncher.launch)  # type: ignore[method-assign]
 _XLALauncher.launch = _checked(_XLALauncher.launch)  # type: ignore[method-assign]
+_SubprocessScriptLauncher.launch = _watched(_SubprocessScriptLauncher.launch)  # type: ignore[method-assign]

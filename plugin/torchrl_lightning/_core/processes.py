@@ -47,7 +47,9 @@ def after_fork(function: Callable[[], object]) -> None:
         os.register_at_fork(after_in_child=function)
 
 
-def end_with_parent(parent: int, by_signal: bool, grace: float = 0.0, message: str = "") -> None:
+def end_with_parent(
+    parent: int, by_signal: bool, grace: float = 0.0, message: str = "", until: Callable[[], bool] | None = None
+) -> None:
     """End this process when its parent ends, even in the middle of a computation.
 
     Args:
@@ -56,16 +58,20 @@ def end_with_parent(parent: int, by_signal: bool, grace: float = 0.0, message: s
             when the thread that started this process ends; that thread must therefore be the parent's main thread.
         grace: Seconds in which this process may end without help after its parent has ended.
         message: A line for stderr that is written after the grace period.
+        until: A function that is called several times a second; this process outlives its parent after a True.
     """
     if by_signal and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # the parent has already ended
         os._exit(1)
-    threading.Thread(target=_watch_parent, args=(parent, grace, message), name="parent-watch", daemon=True).start()
+    arguments = (parent, grace, message, until)
+    threading.Thread(target=_watch_parent, args=arguments, name="parent-watch", daemon=True).start()
 
 
-def _watch_parent(parent: int, grace: float, message: str) -> None:
+def _watch_parent(parent: int, grace: float, message: str, until: Callable[[], bool] | None) -> None:
     while os.getppid() == parent:
+        if until is not None and until():
+            return
         time.sleep(_POLL_SECONDS)
     time.sleep(grace)
     os.write(2, message.encode())

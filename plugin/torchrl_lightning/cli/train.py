@@ -29,12 +29,15 @@ def train(cfg: DictConfig) -> float:
     """Check the config, train, evaluate and report, in this order."""
     from hydra.core.hydra_config import HydraConfig
 
+    from torchrl_lightning._core.first_rank import become_first_rank, end_with_first_rank
     from torchrl_lightning.cli.config.validate import check_command, check_config, is_trusted, read_resumed_checkpoint
     from torchrl_lightning.cli.error_messages import run_errors
-    from torchrl_lightning.cli.run_folder.first_rank import end_with_first_rank
     from torchrl_lightning.cli.run_folder.folder import RunRecord, is_follower, locked
 
-    end_with_first_rank()
+    if HydraConfig.initialized() and "_ddp_process_" in HydraConfig.get().job.name:  # the name that Lightning gives
+        end_with_first_rank(grace=30.0)
+    else:
+        become_first_rank()
     check_command(cfg)
     check_config(cfg)
     is_trusted(cfg)
