@@ -16,9 +16,10 @@ from matplotlib.image import imread
 from tensordict import TensorDict
 
 from torchrl_lightning import ExperienceBuffer, PrioritizedSampler, RingStorage, inspect_buffer
-from torchrl_lightning.inspection.page import pixels, selected_episodes
-from torchrl_lightning.inspection.pictures import bars, histogram, lines
-from torchrl_lightning.inspection.tables import title_of
+from torchrl_lightning.inspection.page import pixels, selected_episodes, write_page
+from torchrl_lightning.inspection.pictures import COLOURS, DARK_COLOURS, bars, histogram, lines
+from torchrl_lightning.inspection.tables import description_of
+from torchrl_lightning.plotting.style import PALETTE
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 VOID = {"meta", "img", "path"}
@@ -72,7 +73,7 @@ def test_page_is_well_formed_self_contained_and_repeats_the_tables(buffer, tmp_p
     assert "<script" not in page
     assert "<b>" not in page  # keys are escaped
     assert {"&lt;b&gt;", "pixels"} <= {cell for cell in page.replace("<td>", "</td>").split("</td>") if cell in text}
-    assert title_of(inspection.summaries[0]) in dom.text
+    assert {"ExperienceBuffer", description_of(inspection.summaries[0])} <= set(dom.text)
     assert set(inspection.findings) <= set(dom.text)
     assert [attrs["title"] for attrs in dom.all("img")][:5] == [f"step {number}" for number in range(5)]
     assert base64.b64decode(dom.all("img")[0]["src"].split(",")[1]).startswith(b"\x89PNG")
@@ -103,6 +104,41 @@ def test_pictures_use_css_colours_and_no_ids(buffer):
     assert " id=" not in page
 
 
+def axis_labels(picture: str) -> list[str]:
+    """Return low end, name and high end of the y axis, then of the x axis."""
+    return re.findall(r"<span>([^<]*)</span>", picture)
+
+
+def test_axes_of_pictures_have_names_and_numbers():
+    assert axis_labels(histogram(np.array([1, 1, 1, 4]), "x", x="return", y="episodes")) == [
+        *("0", "episodes", "3"),
+        *("1", "return", "4"),
+    ]
+    assert axis_labels(bars([0.25, 0.75], 0, 12000.4, "x", y="share")) == ["0", "share", "0.75", "0", "value", "12,000"]
+    assert axis_labels(bars([0, 0], 0, 0, "x")) == ["0", "steps", "", "0", "value", ""]
+    two = lines(np.array([[0.5, -2.0], [1e9, 3.0], [1.0, 3.0]]), "x")
+    assert axis_labels(two) == ["-2", "value", "1e+09", "0", "step", "2"]
+    assert re.findall(r"var\(--colour-(\d)\)\">(\d)<", two) == [("0", "0"), ("1", "1")]  # numbers of the columns
+    assert "colour" not in lines(np.zeros((2, 1)), "x").partition("<svg")[0]
+
+
+def test_page_has_a_short_title_and_scales_to_the_window(buffer, tmp_path):
+    for buffers, name, title in ((1, "a/b/last.ckpt", "last.ckpt"), (2, "a/b/last.ckpt", "2 buffers")):
+        summaries = inspect_buffer(buffer, name=name).summaries * buffers
+        write_page(summaries, tmp_path / "page.html")
+        page = (tmp_path / "page.html").read_text()
+        assert f"<title>{title}</title>" in page
+        assert page.count("<h1>last.ckpt</h1><p>a/b/last.ckpt</p>") == buffers
+        dom = Dom(page)
+        assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in dom.all("meta")
+        assert page.count('<div class="table"><table') == page.count("<table") > 0  # wide tables scroll
+
+
+def test_colours_are_those_of_all_pictures():
+    assert set(PALETTE) <= set(COLOURS)
+    assert len(COLOURS) == len(DARK_COLOURS) == len({*COLOURS}) == len({*DARK_COLOURS})
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_browser_shows_the_page(buffer, tmp_path):
     page = tmp_path / "page.html"
@@ -130,7 +166,7 @@ def test_browser_shows_the_page(buffer, tmp_path):
     run_chromium(f"--screenshot={tmp_path / 'page.png'}")
     pixels_of_page = (imread(tmp_path / "page.png")[..., :3] * 255).round().astype(int)
     assert pixels_of_page.shape == (2000, 900, 3)
-    assert (pixels_of_page == (0x33, 0x66, 0xAA)).all(-1).sum() > 1000  # bars
+    assert (pixels_of_page == [*bytes.fromhex(COLOURS[0][1:])]).all(-1).sum() > 1000  # bars
     shades = [(pixels_of_page == shade).all(-1).sum() for shade in range(1, 5)]  # pixels of step numbers
     assert min(shades) > 100 * 100
 

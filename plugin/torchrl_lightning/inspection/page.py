@@ -23,7 +23,7 @@ from torchrl_lightning.inspection.leaves import Ints, Leaf
 from torchrl_lightning.inspection.pictures import COLOURS, DARK_COLOURS, bars, histogram, lines
 from torchrl_lightning.inspection.sample_counts import AGE_BINS
 from torchrl_lightning.inspection.summary import BARS, MAX_COLUMNS, Summary
-from torchrl_lightning.inspection.tables import entry_rows, facts, title_of
+from torchrl_lightning.inspection.tables import description_of, entry_rows, facts
 
 EPISODES_PER_GROUP = 6  # number of episodes in each group: newest, highest returns, lowest returns
 FRAMES = 12  # images per episode
@@ -43,15 +43,26 @@ STYLE = f"""
 .inspection {{ font: 14px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page); }}
 .inspection {{ max-width: 80em; padding: 0 1em; }}
 .inspection h1 {{ font-size: 1.4em; }} .inspection h2 {{ font-size: 1.2em; }}
-.inspection table {{ border-collapse: collapse; margin: 1em 0; }}
+.inspection h1, .inspection summary {{ overflow-wrap: anywhere; }}
+.inspection .table {{ overflow-x: auto; margin: 1em 0; }} .inspection table {{ border-collapse: collapse; }}
 .inspection td, .inspection th {{ border-bottom: 1px solid var(--rule); padding: .2em .7em; text-align: left; }}
 .inspection td {{ font-variant-numeric: tabular-nums; }}
-.inspection figure {{ display: inline-block; width: 240px; margin: .5em 1em .5em 0; vertical-align: top; }}
-.inspection figcaption {{ font-size: 12px; overflow-wrap: anywhere; }}
-.inspection svg {{ width: 100%; display: block; border-bottom: 1px solid var(--rule); stroke-linejoin: round; }}
-.inspection figure div {{ display: flex; justify-content: space-between; font-size: 10px; opacity: .8; }}
+.inspection .entries :is(td, th):nth-child(n+4) {{ text-align: right; white-space: nowrap; }}
+.inspection .pictures {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(210px, 1fr)); gap: 1em; }}
+.inspection details .pictures {{ margin: .3em 0 1em; }}
+.inspection figure {{ display: grid; grid-template-columns: 4.5em minmax(0, 1fr); gap: 0 .4em; margin: 0; }}
+.inspection figure {{ font-size: 11px; align-content: end; max-width: 360px; }}
+.inspection figcaption {{ grid-column: 1 / -1; font-size: 12px; overflow-wrap: anywhere; margin-bottom: .3em; }}
+.inspection svg {{ width: 100%; height: 80px; display: block; stroke-linejoin: round; }}
+.inspection path {{ vector-effect: non-scaling-stroke; }}
+.inspection svg {{ border-left: 1px solid var(--rule); border-bottom: 1px solid var(--rule); }}
+.inspection :is(.x, .y) {{ display: flex; justify-content: space-between; line-height: 1; }}
+.inspection .x {{ grid-column: 2; padding-top: .3em; }}
+.inspection .y {{ flex-direction: column-reverse; text-align: right; }}
+.inspection :is(.x, .y) span:nth-child(2) {{ opacity: .7; }}
 .inspection img {{ width: 120px; image-rendering: pixelated; margin: 2px; }}
 .inspection .warning {{ color: var(--warning); }} .inspection summary {{ cursor: pointer; }}
+@media (max-width: 600px) {{ .inspection :is(td, th) {{ padding: .2em .3em; font-size: 11px; }} }}
 """
 
 
@@ -66,7 +77,12 @@ def write_page(summaries: Sequence[Summary], path: Path, unreadable: Sequence[st
     Raises:
         OSError: The file cannot be written.
     """
-    head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Contents of the buffer</title></head>'
+    name = short_name(summaries[0]) if len(summaries) == 1 else f"{len(summaries)} buffers"
+    head = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(name)}</title></head>"
+    )
     # STYLE does not color the body's margin.
     body = "<body><style>@media (prefers-color-scheme: dark) { body { background: #181818; } }</style>"
     html = f"{head}{body}{fragment(summaries, unreadable)}</body></html>\n".encode()
@@ -82,17 +98,23 @@ def fragment(summaries: Sequence[Summary], unreadable: Sequence[str] = ()) -> st
 
 
 def _sections(summary: Summary) -> Iterator[str]:
-    yield f"<h1>{escape(title_of(summary))}</h1>"
+    name, title = summary.view.name, short_name(summary)
+    path = "" if title == name else f"<p>{escape(name)}</p>"
+    yield f"<h1>{escape(title)}</h1>{path}<p>{escape(description_of(summary))}</p>"
     findings_html = "".join(f"<li>{escape(finding)}</li>" for finding in findings(summary))
     yield f'<ul class="warning">{findings_html}</ul>' if findings_html else "<p>Nothing looks wrong.</p>"
     heads, rows = entry_rows(summary)
-    yield f"<table>{_row(heads, 'th')}{''.join(map(_row, rows))}</table>"
+    yield f'<div class="table"><table class="entries">{_row(heads, "th")}{"".join(map(_row, rows))}</table></div>'
     if fact_rows := facts(summary):
-        yield f"<table>{''.join(map(_row, fact_rows))}</table>"
-    yield "<h2>Pictures</h2>"
-    yield from _pictures(summary)
+        yield f'<div class="table"><table>{"".join(map(_row, fact_rows))}</table></div>'
+    yield f'<h2>Pictures</h2><div class="pictures">{"".join(_pictures(summary))}</div>'
     if episodes := "".join(_gallery(summary)):
         yield f"<h2>Episodes: the newest, the best, the worst</h2>{episodes}"
+
+
+def short_name(summary: Summary) -> str:
+    """Return the name of a buffer without the folders of its file."""
+    return summary.view.name.rstrip("/").rpartition("/")[2]
 
 
 def _row(cells: Sequence[str], kind: str = "td") -> str:
@@ -102,20 +124,22 @@ def _row(cells: Sequence[str], kind: str = "td") -> str:
 def _pictures(summary: Summary) -> Iterator[str]:
     episodes, ages, priorities = summary.episodes, summary.ages, summary.priorities
     if episodes is not None and episodes.is_complete.any():
-        yield histogram(episodes.episode_return[episodes.is_complete], "returns of complete episodes")
-        yield histogram(episodes.length[episodes.is_complete], "their lengths")
+        yield histogram(
+            episodes.episode_return[episodes.is_complete], "returns of complete episodes", x="return", y="episodes"
+        )
+        yield histogram(episodes.length[episodes.is_complete], "lengths of complete episodes", x="steps", y="episodes")
     if ages is not None:
         title = "ages: stored (wide), sampled (narrow)"
-        yield bars(ages.stored_bars, 0, ages.oldest, title, ages.drawn_bars)
+        yield bars(ages.stored_bars, 0, ages.oldest, title, ages.drawn_bars, x="age in steps", y="share")
     if (draws := summary.draws) is not None:
         oldest = int(np.flatnonzero(draws.ages)[-1]) + 1
         bar_heights = np.add.reduceat(draws.ages[:oldest], np.arange(0, oldest, -(-oldest // BARS)))
-        yield bars(bar_heights.tolist(), 0, draws.length * oldest / AGE_BINS, "ages when sampled in this run")
-        yield histogram(draws.counts[draws.counts > 0], "number of samples of each sampled step")
+        highest = draws.length * oldest / AGE_BINS
+        yield bars(bar_heights.tolist(), 0, highest, "ages when sampled in this run", x="age in steps", y="samples")
+        yield histogram(draws.counts[draws.counts > 0], "number of samples of each sampled step", x="samples")
     if priorities is not None:
-        yield bars(
-            priorities.shares, 0, priorities.num_cells, "priorities: shares of the sampling probability, largest first"
-        )
+        title = "priorities: probability of the steps, largest first"
+        yield bars(priorities.shares, 0, priorities.num_cells, title, x="steps", y="share")
     for entry in summary.entries:
         if 0 < entry.size <= MAX_COLUMNS and is_plotted(entry.key):
             yield histogram(entry.sample.ravel(), entry.name)
@@ -133,13 +157,15 @@ def _gallery(summary: Summary) -> Iterator[str]:
             f"{ENDS[episodes.end_kind[number]]} after {length:,} steps, return {episodes.episode_return[number]:.4g} "
             f"(environment {env}, from its step {begin:,}{'' if episodes.is_complete[number] else ', incomplete'})"
         )
-        figures = "" if image is None else "".join(_frames(view, image, env, begin, length))
+        frames = "" if image is None else f"<div>{''.join(_frames(view, image, env, begin, length))}</div>"
+        figures = ""
         for path, leaf in view.leaves.items():
             width = leaf[:1].numel()
             if is_plotted(path) and 0 < width <= len(COLOURS) and not leaf[:1].is_complex():
                 rows = view.steps(leaf, env, begin, begin + min(length, STEPS))
                 figures += lines(rows.reshape(-1, width).double().numpy(), printable(".".join(path)))
-        yield f"<details><summary>{escape(caption)}</summary><div>{figures}</div></details>"
+        figures = f'<div class="pictures">{figures}</div>'
+        yield f"<details><summary>{escape(caption)}</summary>{frames}{figures}</details>"
 
 
 def selected_episodes(episodes: Episodes) -> Ints:

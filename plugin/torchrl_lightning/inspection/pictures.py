@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -12,21 +13,36 @@ from numpy.typing import NDArray
 
 WIDTH, HEIGHT = 240, 80
 POINTS = 120  # maximum number of points per line
-COLOURS = ("#3366aa", "#cc6633", "#339966", "#aa3377", "#888833", "#6644bb", "#228899", "#777777")
-DARK_COLOURS = ("#77aaee", "#ee9966", "#66cc99", "#dd77aa", "#bbbb66", "#aa99ee", "#66bbcc", "#aaaaaa")
+# The colours of torchrl_lightning.plotting.style, which colour-blind readers can distinguish, and lighter ones for dark
+# pages. This package must not import from plotting.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#777777")
+DARK_COLOURS = ("#56B4E9", "#F28A45", "#33C79B", "#E3A6C8", "#F2BC48", "#A5D8F7", "#FFFFFF", "#AAAAAA")
 
 
-def bars(heights: Sequence[float], low: float, high: float, title: str, second: Sequence[float] = ()) -> str:
-    """Plot a bar for each of several equal parts of a range. A second series has narrower bars in front."""
+def bars(
+    heights: Sequence[float],
+    low: float,
+    high: float,
+    title: str,
+    second: Sequence[float] = (),
+    *,
+    x: str = "value",
+    y: str = "steps",
+) -> str:
+    """Plot a bar for each of several equal parts of a range, with names for both axes.
+
+    A second series has narrower bars in front.
+    """
     largest = max([*heights, *second, 1e-12])
     paths = []
     for series, width in [(heights, 0.9), (second, 0.4)][: 1 + bool(second)]:
         across = np.add.outer(np.arange(len(series)), (0, 0, width, width)) * (WIDTH / len(series))
         paths.append((across.ravel(), np.outer(series, (0, 1, 1, 0)).ravel() * (HEIGHT / largest)))
-    return _figure(paths, title, low, high, is_filled=True)
+    highest = max([*heights, *second], default=0.0)
+    return _figure(paths, title, _Axis(x, low, high), _Axis(y, 0, highest), is_filled=True)
 
 
-def histogram(values: NDArray[Any], title: str, bins: int = 32) -> str:
+def histogram(values: NDArray[Any], title: str, bins: int = 32, *, x: str = "value", y: str = "steps") -> str:
     """Plot a histogram of the finite values; return an empty string without finite values."""
     values = np.asarray(values.real, np.float64)
     values = values[np.isfinite(values)]
@@ -39,7 +55,7 @@ def histogram(values: NDArray[Any], title: str, bins: int = 32) -> str:
         counts = np.bincount((values - low).astype(np.int64) // width)
     else:
         counts, _ = np.histogram(_scaled(values, low, high), bins)
-    return bars(counts.tolist(), low, high, title)
+    return bars(counts.tolist(), low, high, title, x=x, y=y)
 
 
 def lines(columns: NDArray[Any], title: str) -> str:
@@ -56,7 +72,8 @@ def lines(columns: NDArray[Any], title: str) -> str:
     # Smaller differences are rounding errors.
     heights = _scaled(values, low, high) if high / 2 - low / 2 > 5e-13 else np.zeros_like(values)
     across, up = np.linspace(0, WIDTH, len(values)), 1 + heights * (HEIGHT - 2)
-    return _figure([(across, column) for column in up.T], f"{title}: {low:.4g} to {high:.4g}", 0, len(columns) - 1)
+    paths = [(across, column) for column in up.T]
+    return _figure(paths, title, _Axis("step", 0, len(columns) - 1), _Axis("value", low, high))
 
 
 def _scaled(values: NDArray[np.float64], low: float, high: float) -> NDArray[np.float64]:
@@ -65,11 +82,30 @@ def _scaled(values: NDArray[np.float64], low: float, high: float) -> NDArray[np.
     return (values / 2 - low / 2) / span if span > 0 else np.zeros_like(values)
 
 
-def _figure(paths: Iterable[tuple[Any, Any]], title: str, low: float, high: float, *, is_filled: bool = False) -> str:
-    """Return paths in SVG coordinates as a figure with a caption and the bounds of the range.
+@dataclass(frozen=True)
+class _Axis:
+    """The name of an axis and the numbers at its ends."""
 
-    This calls matplotlib's renderer directly: a matplotlib figure would take three times as long, and the user's
-    style would change the output.
+    name: str
+    low: float
+    high: float
+
+    def labels(self) -> str:
+        """Return the lower end, the name and the upper end as HTML; equal ends are written once."""
+        ends = [_label(self.low), self.name, _label(self.high) if self.high > self.low else ""]
+        return "".join(f"<span>{escape(text)}</span>" for text in ends)
+
+
+def _label(number: float) -> str:
+    is_whole = number % 1 == 0 or abs(number) >= 1000
+    return f"{number:,.0f}" if abs(number) < 1e6 and is_whole else f"{number:.3g}"
+
+
+def _figure(paths: Sequence[tuple[Any, Any]], title: str, x: _Axis, y: _Axis, *, is_filled: bool = False) -> str:
+    """Return paths in SVG coordinates as a figure with a caption and labels of both axes.
+
+    The caption numbers several lines in their colours. This calls matplotlib's renderer directly: a matplotlib figure
+    would take three times as long, and the user's style would change the output.
     """
     from matplotlib.backends.backend_svg import RendererSVG
     from matplotlib.colors import to_rgb
@@ -89,8 +125,11 @@ def _figure(paths: Iterable[tuple[Any, Any]], title: str, low: float, high: floa
         svg = file.getvalue()
     svg = svg[svg.index("<path") : svg.rindex("</svg>")]
     for number, colour in enumerate(COLOURS):
-        svg = svg.replace(colour, f"var(--colour-{number})")
+        svg = svg.replace(colour.lower(), f"var(--colour-{number})")
+    columns = range(len(paths)) if len(paths) > 1 and not is_filled else ()
+    key = "".join(f' <span style="color: var(--colour-{number % len(COLOURS)})">{number}</span>' for number in columns)
     return (
-        f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
-        f"<title>{escape(title)}</title>{svg}</svg><div><span>{low:.4g}</span><span>{high:.4g}</span></div></figure>"
+        f'<figure><figcaption>{escape(title)}{key}</figcaption><div class="y">{y.labels()}</div>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img"><title>{escape(title)}</title>'
+        f'{svg}</svg><div class="x">{x.labels()}</div></figure>'
     )

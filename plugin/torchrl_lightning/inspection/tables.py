@@ -20,14 +20,19 @@ from torchrl_lightning.inspection.summary import Entry, Summary
 
 def title_of(summary: Summary) -> str:
     """Return one line with the name, kind and fill level of a buffer."""
+    return f"{summary.view.name}: {description_of(summary)}"
+
+
+def description_of(summary: Summary) -> str:
+    """Return the kind and fill level of a buffer."""
     view = summary.view
     if view.kind == "demonstrations":
         number = 0 if summary.episodes is None else len(summary.episodes)
-        return f"{view.name}: {number} demonstrations, {view.count:,} steps, {format_bytes(_bytes(summary))}"
+        return f"{number} demonstrations, {view.count:,} steps, {format_bytes(_bytes(summary))}"
     full = f"{view.count / view.capacity:.0%}" if view.capacity else "0%"
     newest = "" if view.num_inspected == view.count else f"; below, only the newest {view.num_inspected:,}"
     return (
-        f"{view.name}: {view.kind}, {view.count:,} of {view.capacity:,} cells ({full}), "
+        f"{view.kind}, {view.count:,} of {view.capacity:,} cells ({full}), "
         f"{view.num_envs} environment{'s' * (view.num_envs > 1)}, {format_bytes(_bytes(summary))}{newest}"
     )
 
