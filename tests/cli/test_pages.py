@@ -270,7 +270,8 @@ def test_first_command_leaves_what_the_readme_says(first):
 
 def env_of_experiment(line: str) -> str:
     named = re.search(r" experiment=(\w+)", line)
-    text = "" if named is None else (CONF_DIR / "experiment" / f"{named[1]}.yaml").read_text()
+    file = "" if named is None else f"experiment/{named[1]}.yaml"
+    text = dict(FILES).get(file) or ((CONF_DIR / file).read_text() if file else "")
     return (re.findall(r"override /env: (\w+)", text) or [""])[0]
 
 
