@@ -141,8 +141,8 @@ class PPOModule(EntropyModule):
         clip_schedule: Schedule of ``clip_epsilon`` over frames.
         normalize_advantage: Standardise the advantage within each mini-batch. With None, it is standardised only if the
             buffer does not standardise it. False is an error if the buffer standardises the advantage.
-        target_kl: Skip an update and the rest of the epoch if the ``kl_approx`` of the update exceeds 1.5 times this
-            value.
+        target_kl: Skip an update and the rest of the rollout's updates if the ``kl_approx`` of the update exceeds
+            1.5 times this value.
         entropy_coeff: As in :class:`EntropyModule`, like all arguments that are not listed here.
 
     Examples:
