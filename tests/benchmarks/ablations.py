@@ -47,10 +47,14 @@ def given(name: str) -> list[str]:
 
 
 def settings(name: str) -> str:
-    """Return a digest of the arguments of a run and of the experiments that they name."""
-    arguments = given(name)
+    """Return the digest of the arguments of a run."""
+    return digest(given(name))
+
+
+def digest(arguments: Sequence[str]) -> str:
+    """Return a digest of arguments and of the experiments that they name."""
     experiments = [each.partition("=")[2] for each in arguments if each.startswith("experiment=")]
-    said = yaml.safe_dump([arguments, *map(settings_of, experiments)])
+    said = yaml.safe_dump([[*arguments], *map(settings_of, experiments)])
     return hashlib.sha256(said.encode()).hexdigest()[:12]
 
 

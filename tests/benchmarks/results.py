@@ -7,10 +7,10 @@
 each seed. It writes ``examples/results/ppo_acrobot.csv`` with one row per evaluation in training and one row for the
 end. Long experiments may run seed by seed: rows of other seeds with the same settings remain in the file.
 
-``table`` replaces the text between the marks in ``examples/guide/experiments.md`` and draws ``scores.png`` in the same
-folder. The figure has one line per seed for the evaluations in training, and stars for the last checkpoints.
-``examples/results/published.yaml`` contains published scores. ``zoo.py`` logs the scores of Stable-Baselines3 with the
-same settings.
+``table`` replaces the text between the marks in ``examples/guide/experiments.md``, and ``redraw.py scores.png`` draws
+the figure below it. The figure has one line per seed for the evaluations in training, and stars for the last
+checkpoints. ``examples/results/published.yaml`` contains published scores. ``zoo.py`` logs the scores of
+Stable-Baselines3 with the same settings.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ PEER = RESULTS / "stable_baselines3"
 """Folder of the logs of ``zoo.py``."""
 DEMONSTRATIONS = PROJECT / "conf" / "demonstrations"
 GUIDE = PROJECT / "examples" / "guide" / "experiments.md"
-PICTURE = GUIDE.with_name("scores.png")
 BEGIN, END = "<!-- made by tests/benchmarks/results.py -->\n", "<!-- end -->\n"
 VERSION, EPISODES = 1, 100
 TRAIN, EVALUATE = (f"from torchrl_lightning.cli.{name} import main; main()" for name in ("train", "evaluate"))
@@ -142,10 +141,10 @@ def read(path: Path, settings: str | None = None, script: str = "results.py") ->
 
 def run(given: Iterable[str], seed: int, folder: Path) -> Iterator[Row]:
     """Train with the command and a seed, play the last checkpoint, and yield the rows of the results."""
-    began = _processor_time()
-    _command(TRAIN, *given, f"seed={seed}", "eval_checkpoint=last", f"hydra.run.dir={folder}")
-    minutes = (_processor_time() - began) / 60
-    said = _command(EVALUATE, f"ckpt_path={folder}/checkpoints/last.ckpt", f"episodes={EPISODES}", "trusted=true")
+    began = processor_time()
+    command(TRAIN, *given, f"seed={seed}", "eval_checkpoint=last", f"hydra.run.dir={folder}")
+    minutes = (processor_time() - began) / 60
+    said = command(EVALUATE, f"ckpt_path={folder}/checkpoints/last.ckpt", f"episodes={EPISODES}", "trusted=true")
     yield from logged(folder / "csv" / "metrics.csv", seed)
     yield ended(said, seed, minutes)
 
@@ -170,14 +169,16 @@ def ended(said: str, seed: int, minutes: float) -> Row:
     return Row(seed, int(found[5]), float(found[1]), float(found[2]), int(found[3]), minutes, success)
 
 
-def _command(program: str, *arguments: str) -> str:
+def command(program: str, *arguments: str) -> str:
+    """Run a command of this package with arguments, and return its output; raise ResultsError if it fails."""
     done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise ResultsError(f"{' '.join(arguments)} ended with {done.returncode}: {done.stderr[-1000:]}")
     return done.stdout
 
 
-def _processor_time() -> float:
+def processor_time() -> float:
+    """Return the processor time of all ended child processes in seconds."""
     used = getrusage(RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -250,7 +251,7 @@ def picture(output: Path, folder: Path = RESULTS) -> Figure:
 
     published = yaml.safe_load((folder / "published.yaml").read_text())
     paths = sorted(folder.glob("*.csv"))
-    with saved_panels(output, len(paths), (3.6, 2.6)) as (figure, grid):
+    with saved_panels(output, len(paths), (3.6, 2.3), columns=2) as (figure, grid):
         has_peer = has_published = False
         for axes, path in zip(grid, paths, strict=True):
             rows = read(path)
@@ -288,14 +289,15 @@ def with_table(page: str, made: str, begin: str = BEGIN) -> str:
     return before + begin + "\n" + made + "\n" + END + rest.split(END, 1)[1]
 
 
-def asked(description: str | None, seeds: Sequence[int]) -> argparse.Namespace:
-    """Parse the command line: ``run NAME``, with the default ``seeds``, or ``table``."""
+def asked(description: str | None, seeds: Sequence[int], *, has_table: bool = True) -> argparse.Namespace:
+    """Parse the command line: ``run NAME``, with the default ``seeds``, or ``table`` if the script has a table."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run")
     running.add_argument("name")
     running.add_argument("--seeds", type=int, nargs="+", default=seeds)
-    commands.add_parser("table")
+    if has_table:
+        commands.add_parser("table")
     return parser.parse_args()
 
 
@@ -306,11 +308,10 @@ def run_all(given: Sequence[str], seeds: Iterable[int]) -> list[Row]:
 
 
 def main() -> None:
-    """Run an experiment, or write the table and the figure."""
+    """Run an experiment, or write the table."""
     arguments = asked(__doc__, [0, 1, 2])
     if arguments.command == "table":
         GUIDE.write_text(with_table(GUIDE.read_text(), table()))
-        picture(PICTURE)
         return
     settings_of(arguments.name)  # raises if the experiment does not exist
     write(arguments.name, run_all([f"experiment={arguments.name}"], arguments.seeds))

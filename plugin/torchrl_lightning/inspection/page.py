@@ -62,7 +62,7 @@ STYLE = f"""
 .inspection :is(.x, .y) span:nth-child(2) {{ opacity: .7; }}
 .inspection img {{ width: 120px; image-rendering: pixelated; margin: 2px; }}
 .inspection .warning {{ color: var(--warning); }} .inspection summary {{ cursor: pointer; }}
-@media (max-width: 600px) {{ .inspection :is(td, th) {{ padding: .2em .3em; font-size: 11px; }} }}
+@media (max-width: 720px) {{ .inspection :is(td, th) {{ padding: .2em .3em; font-size: 11px; }} }}
 """
 
 

@@ -63,12 +63,12 @@ def line_style(number: int) -> dict[str, Any]:
 
 @contextmanager
 def saved_panels(
-    output: Path, count: int, size: tuple[float, float], title: str | None = None
+    output: Path, count: int, size: tuple[float, float], title: str | None = None, columns: int = 3
 ) -> Iterator[tuple[Figure, list[Any]]]:
-    """Create a figure of equal panels, at most three per row, and save it after the block.
+    """Create a figure of equal panels and save it after the block.
 
-    ``size`` is the size of a panel in inches. Only the title may contain formulas. Other texts are drawn literally,
-    because they may be names from files.
+    ``size`` is the size of a panel in inches, and ``columns`` the maximum number of panels per row. Only the title may
+    contain formulas. Other texts are drawn literally, because they may be names from files.
     """
     import matplotlib
 
@@ -86,7 +86,7 @@ def saved_panels(
     }
     with matplotlib.rc_context(style), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # names may use any script
-        columns = count if count < 4 else min(math.ceil(math.sqrt(count)), 3)
+        columns = min(count if count < 4 else math.ceil(math.sqrt(count)), columns)
         rows = -(-count // columns)
         figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False).ravel()

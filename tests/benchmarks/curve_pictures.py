@@ -1,0 +1,171 @@
+"""Learning curves of the guide, drawn from the logs of ``results.py`` and ``curves.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from benchmarks import curves
+from benchmarks.results import RESULTS, Row, read
+from torchrl_lightning.plotting.style import add_legend, axis_label, line_style, saved_panels
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Line:
+    """A run with all its seeds, and its label in the legend of the picture."""
+
+    name: str
+    label: str = ""
+
+    def path(self) -> Path:
+        """Return the log of the run."""
+        path = curves.FOLDER / f"{self.name}.csv"
+        return path if path.is_file() else RESULTS / path.name
+
+    def rows(self) -> list[Row]:
+        """Return the rows of all seeds; raise ResultsError if the settings of the run have changed since."""
+        return curves.read_curve(self.name) if self.path().parent == curves.FOLDER else read(self.path())
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One task: its lines, the column of the logs, and constant levels for comparison."""
+
+    title: str
+    lines: tuple[Line, ...]
+    column: Literal["score", "success"] = "score"
+    label: str = axis_label("eval/return")
+    levels: tuple[tuple[str, float], ...] = ()
+    is_logarithmic: bool = False
+
+
+def _each(*names: str) -> tuple[Panel, ...]:
+    return tuple(Panel(name, (Line(name),)) for name in names)
+
+
+def _demonstrations(title: str, name: str, *levels: tuple[str, float]) -> Panel:
+    return Panel(title, (Line(name, "PPO with demonstrations"),), label=axis_label("eval/success"), levels=levels)
+
+
+def _hindsight(title: str, name: str, *others: Line) -> Panel:
+    return Panel(title, (Line(name, "with hindsight"), *others), "success", axis_label("eval/success"))
+
+
+def _models(title: str, **names: str) -> Panel:
+    return Panel(title, tuple(Line(name, label.upper()) for label, name in names.items()), is_logarithmic=True)
+
+
+# The levels are in examples/results/NOTES.md and published.yaml.
+WITHOUT, PUBLISHED, CLONED = "PPO without demonstrations, at the end", "PPO, published, 10M frames", "behaviour cloning"
+CURVES: dict[str, tuple[Panel, ...]] = {
+    "ppo_cartpole.png": _each("ppo_cartpole"),
+    "learning_curves.png": _each(
+        *("a2c_cartpole", "ppo_acrobot", "ppo_lunarlander"),
+        *("ppo_hopper", "ppo_halfcheetah", "ppo_minigrid_doorkey"),
+    ),
+    "replay_curves.png": _each(
+        *("dqn_cartpole", "dqn_lunarlander", "dqn_mountaincar"),
+        *("sac_pendulum", "sac_invertedpendulum", "sac_hopper"),
+    ),
+    "demonstrations.png": (
+        _demonstrations("KeyCorridorS3R2", "ppod_minigrid_keycorridor", (WITHOUT, 0.0), (CLONED, 0.107)),
+        _demonstrations("UnlockPickup", "ppod_minigrid_unlockpickup", (WITHOUT, 0.0), (CLONED, 0.0)),
+        _demonstrations("MultiRoom-N4-S5", "ppod_minigrid_multiroom", (PUBLISHED, 0.0)),
+        _demonstrations("LockedRoom", "ppod_minigrid_lockedroom", (PUBLISHED, 0.0)),
+        _demonstrations("ObstructedMaze", "ppod_minigrid_obstructedmaze"),
+        _demonstrations("KeyCorridorS3R3", "ppod_minigrid_keycorridor_s3r3"),
+    ),
+    "episodic.png": (
+        _hindsight(
+            *("FetchReach, DDPG", "ddpg_her_fetchreach"), Line("ddpg_her_fetchreach_without", "without hindsight")
+        ),
+        _hindsight("FetchPush, SAC", "sac_her_fetchpush"),
+        _hindsight("FetchPickAndPlace, SAC", "sac_her_fetchpickandplace"),
+    ),
+    "model_based.png": (
+        _models("Pendulum", pets="pets_pendulum", sac="sac_pendulum"),
+        _models("InvertedPendulum", mbpo="mbpo_invertedpendulum", sac="sac_invertedpendulum"),
+        _models("Hopper", mbpo="mbpo_hopper", sac="sac_hopper"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Curves:
+    """A picture of several panels."""
+
+    panels: tuple[Panel, ...]
+
+    def source(self) -> bytes:
+        """Return the settings of the panels and their logs."""
+        logs = [line.path().read_bytes() for panel in self.panels for line in panel.lines]
+        return repr(self.panels).encode() + b"".join(logs)
+
+    def draw(self, output: Path) -> None:
+        """Draw the mean of the seeds, their range, and the evaluations after training."""
+        from matplotlib.ticker import EngFormatter, NullFormatter
+
+        labels = list(dict.fromkeys(line.label for panel in self.panels for line in panel.lines))
+        levels = list(dict.fromkeys(label for panel in self.panels for label, _ in panel.levels))
+        styles = {label: line_style(number) for number, label in enumerate(labels)}
+        gray = {
+            label: {"color": "0.35", "linestyle": style}
+            for label, style in zip(levels, (":", "-.", "--"), strict=False)
+        }
+        size = (5.4, 3.4) if len(self.panels) == 1 else (3.6, 2.6)
+        with saved_panels(output, len(self.panels), size, columns=2) as (figure, grid):
+            for axes, panel in zip(grid, self.panels, strict=True):
+                counts = {_draw_line(axes, line.rows(), panel.column, styles[line.label]) for line in panel.lines}
+                for label, value in panel.levels:
+                    axes.axhline(value, linewidth=1.2, **gray[label])
+                axes.set_title(f"{panel.title} ({_seeds(counts)})", fontsize="medium")
+                axes.set(xlabel=axis_label("step"), ylabel=panel.label)
+                if panel.is_logarithmic:
+                    axes.set_xscale("log")
+                    axes.xaxis.set_minor_formatter(NullFormatter())
+                axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+            color, name = ("0.35", "") if len(labels) > 1 else (styles[labels[0]]["color"], labels[0])
+            entries: dict[str, dict[str, Any]] = {label: styles[label] for label in labels if label != name}
+            entries[f"line: {name and name + ', '}mean of the seeds"] = {"color": color}
+            entries["band: lowest to highest seed"] = {"band": color}
+            star = {"color": color, "linestyle": "", "marker": "*", "markersize": 10}
+            add_legend(figure, entries | {"star: mean of the seeds after training": star} | gray)
+
+
+def _seeds(counts: set[int]) -> str:
+    low, high = min(counts), max(counts)
+    number = str(high) if low == high else f"{low} to {high}"
+    return f"{number} seed{'s' * (high > 1)}"
+
+
+def _draw_line(axes: Any, rows: Sequence[Row], column: str, style: dict[str, Any]) -> int:
+    """Draw the rows of a run, and return its number of seeds."""
+    ends = [row for row in rows if row.minutes is not None]
+    seeds = sorted({row.seed for row in ends})
+    runs = [[row for row in rows if row.seed == seed and row.minutes is None] for seed in seeds]
+    frames, values = _interpolate(runs, column)
+    axes.plot(frames, np.nanmean(values, 0), linewidth=1.8, **style)
+    if len(seeds) > 1:
+        low, high = np.nanmin(values, 0), np.nanmax(values, 0)
+        axes.fill_between(frames, low, high, color=style["color"], alpha=0.2, linewidth=0)
+    score = np.mean([getattr(row, column) for row in ends])
+    axes.plot(max(row.frames for row in ends), score, "*", color=style["color"], ms=10, clip_on=False, zorder=3)
+    return len(seeds)
+
+
+def _interpolate(runs: Sequence[Sequence[Row]], column: str) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the frames ``[P]`` of all runs, and values ``[runs, P]``.
+
+    Values are NaN before the first row of a run. After its last row they stay constant, because the seeds of a run end
+    within a few frames.
+    """
+    grid = np.unique([row.frames for rows in runs for row in rows])
+    points = [([row.frames for row in rows], [getattr(row, column) for row in rows]) for rows in runs]
+    return grid, np.stack([np.interp(grid, *point, left=np.nan) for point in points])

@@ -1,0 +1,140 @@
+"""The pictures of the guide are drawn from the committed data."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks import ablations, curve_pictures, curves, redraw
+from benchmarks.curve_pictures import CURVES, Curves, Line, Panel
+from benchmarks.curves import arguments_of, collected
+from benchmarks.inspection_pictures import Page, unfolded
+from benchmarks.redraw import FOLDER, PICTURES, Scores, Speed, digest, outdated, stamp, stamped
+from benchmarks.results import RESULTS, ResultsError, Row, write
+from cli.conftest import figures as figures
+
+BY_HAND = {"cluster.svg", "inspect_pong.png", "inspect_keycorridor.png"}
+
+
+def test_no_picture_of_the_guide_is_older_than_its_data():
+    """Draw a listed picture again with ``python tests/benchmarks/redraw.py NAME``."""
+    assert outdated() == []
+    assert {path.name for path in FOLDER.iterdir() if path.suffix in (".png", ".svg")} == {*PICTURES} | BY_HAND
+
+
+def test_picture_is_outdated_after_a_change_of_its_data_or_settings(tmp_path):
+    logs = tmp_path / "results"
+    shutil.copytree(RESULTS, logs)
+    for name in ("scores.png", "speed.png"):
+        shutil.copy(FOLDER / name, tmp_path)
+    page = tmp_path / "speed.md"
+    shutil.copy(redraw.SPEED, page)
+    pictures = {"scores.png": Scores(logs), "speed.png": Speed(page=page), "none.png": Scores(logs)}
+    assert outdated(tmp_path, pictures) == ["none.png"]
+    page.write_text(page.read_text().replace("Compare the cost", "Read the cost"))  # no number of the table
+    assert outdated(tmp_path, pictures) == ["none.png"]
+    log = logs / "ppo_acrobot.csv"
+    log.write_text(log.read_text() + "9,32768,-80,1,0,,\n")
+    assert outdated(tmp_path, pictures) == ["scores.png", "none.png"]
+    page.write_text(page.read_text().replace("| 3.64 (", "| 3.65 (", 1))
+    assert outdated(tmp_path, pictures) == [*pictures]
+    changed = {"speed.png": Speed((("SBX", "another label"),))}
+    assert outdated(tmp_path, changed) == ["speed.png"]
+
+
+def test_digest_of_curves_includes_logs_and_panels(tmp_path, monkeypatch):
+    curve = Curves((Panel("a", (Line("one"),)),))
+    monkeypatch.setattr(curves, "FOLDER", tmp_path)
+    (tmp_path / "one.csv").write_text("rows")
+    digests = [digest(curve), digest(replace(curve, panels=(Panel("b", (Line("one"),)),)))]
+    (tmp_path / "one.csv").write_text("other rows")
+    assert len({*digests, digest(curve)}) == 3
+    assert digest(Page(("seed=0",), 100, "running")) != digest(Page(("seed=1",), 100, "running"))
+
+
+@pytest.mark.parametrize("name", ["a.svg", "a.png"])
+def test_digest_is_stored_in_a_picture(tmp_path, name):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1, 1))
+    figure.savefig(tmp_path / name)
+    assert stamped(tmp_path / name) is None
+    for text in ("0123456789abcdef", "fedcba9876543210"):
+        figure.savefig(tmp_path / name)
+        stamp(tmp_path / name, text)
+        assert stamped(tmp_path / name) == text
+
+
+def test_committed_runs_are_those_of_the_curves_and_have_their_settings():
+    assert {path.stem for path in curves.FOLDER.iterdir()} == {*curves.RUNS}
+    lines = {line for panels in CURVES.values() for panel in panels for line in panel.lines}
+    assert {line.name for line in lines if line.path().parent == curves.FOLDER} == {*curves.RUNS}
+    for line in lines:
+        rows = line.rows()  # raises if the settings have changed
+        assert {row.seed for row in rows if row.minutes is None} == {row.seed for row in rows if row.minutes}, line
+    with pytest.raises(ResultsError, match="ppo_cartpole"):
+        arguments_of("none")
+
+
+def test_episodes_are_the_curve_of_a_run_without_evaluations(tmp_path):
+    path = tmp_path / "metrics.csv"
+    path.write_text("step,train/return,loss\n64,,0.5\n200,-3.5,\n")
+    assert list(collected(path, 2)) == [Row(2, 200, -3.5, 0.0, 0)]
+
+
+def test_curves_show_mean_range_end_and_levels(tmp_path, monkeypatch, figures):
+    monkeypatch.setattr(curves, "FOLDER", tmp_path)
+    monkeypatch.setattr(curves, "RUNS", {"one": ["seed=0"], "two": ["seed=1"]})
+    rows = [Row(seed, frames, frames * seed, 0.0, 0) for seed in (1, 3) for frames in (10, 20)]
+    ends = [Row(seed, 20, 100.0 * seed, 0.0, 20, 1.0) for seed in (1, 3)]
+    write("one", rows + ends, tmp_path, ablations.digest(["seed=0"]))
+    write("two", [*rows[:2], ends[0]], tmp_path, ablations.digest(["seed=1"]))
+    lines = (Line("one", "first"), Line("two", "second"))
+    panel = Panel("task", lines, label="Score", levels=(("cloned", 5.0),), is_logarithmic=True)
+    Curves((panel, Panel("other", lines[:1]))).draw(tmp_path / "c.png")
+    (figure,) = figures
+    axes, other = figure.axes
+    assert (axes.get_title(), other.get_title()) == ("task (1 to 2 seeds)", "other (2 seeds)")
+    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_xscale()) == ("Environment frames", "Score", "log")
+    drawn = [line.get_xydata().tolist() for line in axes.lines]
+    assert drawn[:4] == [[[10, 20], [20, 40]], [[20, 200]], [[10, 10], [20, 20]], [[20, 100]]]
+    assert list(axes.lines[4].get_ydata()) == [5, 5]
+    (band,) = axes.collections  # a single seed has no band
+    assert {tuple(point) for point in band.get_paths()[0].vertices} == {(10, 10), (20, 20), (20, 60), (10, 30)}
+    assert axes.lines[0].get_color() != axes.lines[2].get_color()
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        *("first", "second", "line: mean of the seeds", "band: lowest to highest seed"),
+        *("star: mean of the seeds after training", "cloned"),
+    ]
+
+
+def test_bars_of_speed_are_the_table_of_the_page(tmp_path, figures):
+    speed = Speed()
+    ratios = speed.ratios()
+    assert len(ratios) >= 9
+    assert [*ratios][:2] == ["DQN CartPole, 8 environments", "DQN CartPole, hard target"]
+    assert all(low <= middle <= high for values in ratios.values() for middle, low, high in values)
+    speed.draw(tmp_path / "speed.png")
+    (axes,) = figures[0].axes
+    widths = [bar.get_width() for bar in axes.patches]
+    np.testing.assert_allclose(widths, [value[column][0] for column in range(3) for value in ratios.values()])
+    assert [line.get_xdata()[0] for line in axes.lines if len(set(line.get_xdata())) == 1][-1] == 1
+
+
+def test_first_fitting_episode_is_unfolded():
+    folded = "<details><summary>running after 5</summary></details><details><summary>running after 6</summary>"
+    assert unfolded(folded, "running") == folded.replace("<details>", "<details open>", 1)
+    with pytest.raises(ResultsError, match="unfold"):
+        unfolded(folded, "truncated")
+
+
+def test_labels_of_lines_have_one_meaning_in_a_picture():
+    for name, panels in CURVES.items():
+        labels = [line.label for panel in panels for line in panel.lines]
+        assert all(labels) or not any(labels), name
+        assert not any(re.search(r"[=_]", label) for label in labels), name
+    assert curve_pictures.WITHOUT != curve_pictures.PUBLISHED
