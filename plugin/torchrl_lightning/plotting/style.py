@@ -34,8 +34,6 @@ _WORDS = {
     "eval/length": "Mean episode length",
     "eval/success": "Success rate",
     "final/return": "Final mean return",
-    "final/return_std": "Standard deviation of the final return",
-    "final/success": "Final success rate",
     "train/return": "Mean return of training episodes",
     "train/length": "Mean length of training episodes",
     "train/episodes": "Training episodes",
