@@ -50,4 +50,11 @@ def unfolded(html: str, text: str) -> str:
 
 
 LANDER = ("experiment=dqn_prioritized_lunarlander", "data.total_frames=12000")
-PAGES = {"inspect.png": Page(LANDER, 1560, "running")}
+PONG = ("experiment=dqn_pong", "data.num_envs=2", "data.warmup_frames=2000", "data.total_frames=3000")
+PONG += ("data.updates_per_epoch=125", "data.eval_episodes=1", "data.eval_num_envs=1")
+CORRIDOR = ("experiment=ppod_minigrid_keycorridor", "data.total_frames=102400")
+PAGES = {
+    "inspect.png": Page(LANDER, 1560, "running"),
+    "inspect_pong.png": Page(PONG, 1700, "terminated"),
+    "inspect_keycorridor.png": Page(CORRIDOR, 1900, "running"),
+}

@@ -4,8 +4,7 @@
 
 ``PICTURES`` maps each picture to its data and its drawing settings. A picture stores a digest of both in its metadata,
 so that a test finds pictures that are older than their data. ``curves.py`` and ``results.py`` write the logs. The
-picture of an inspection page needs Chromium and about a minute of training. ``cluster.svg`` is written by hand, and the
-two other pictures of inspection pages are screenshots of longer runs.
+pictures of inspection pages need Chromium and about a minute of training. ``cluster.svg`` is written by hand.
 """
 
 from __future__ import annotations
@@ -158,8 +157,8 @@ def stamp(path: Path, text: str) -> None:
     with Image.open(path) as image:
         metadata = PngImagePlugin.PngInfo()
         metadata.add_text(KEY, text)
-        # 256 colours are enough for lines and areas, and halve the size.
-        image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True, pnginfo=metadata)
+        # A palette of 256 colours would replace the rare colours of thin lines and small texts.
+        image.convert("RGB").save(path, optimize=True, pnginfo=metadata)
 
 
 def stamped(path: Path) -> str | None:

@@ -17,7 +17,7 @@ from benchmarks.redraw import FOLDER, PICTURES, Scores, Speed, digest, outdated,
 from benchmarks.results import RESULTS, ResultsError, Row, write
 from cli.conftest import figures as figures
 
-BY_HAND = {"cluster.svg", "inspect_pong.png", "inspect_keycorridor.png"}
+BY_HAND = {"cluster.svg"}
 
 
 def test_no_picture_of_the_guide_is_older_than_its_data():
