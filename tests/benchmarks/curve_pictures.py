@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks import curves
 from benchmarks.results import RESULTS, Row, read
-from torchrl_lightning.plotting.style import add_legend, axis_label, line_style, saved_panels
+from torchrl_lightning.plotting.style import STAR, add_legend, axis_label, line_style, saved_panels
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -135,8 +135,8 @@ class Curves:
             entries: dict[str, dict[str, Any]] = {label: styles[label] for label in labels if label != name}
             entries[f"line: {name and name + ', '}mean of the seeds"] = {"color": color}
             entries["band: lowest to highest seed"] = {"band": color}
-            star = {"color": color, "linestyle": "", "marker": "*", "markersize": 10}
-            add_legend(figure, entries | {"star: mean of the seeds after training": star} | gray)
+            entries["star: mean of the seeds after training"] = {"color": color, **STAR}
+            add_legend(figure, entries | gray)
 
 
 def _seeds(counts: set[int]) -> str:

@@ -26,7 +26,8 @@ from benchmarks import results
 from benchmarks.curve_pictures import CURVES, Curves
 from benchmarks.inspection_pictures import PAGES
 from benchmarks.results import GUIDE, PROJECT, RESULTS, ResultsError
-from torchrl_lightning.plotting.style import PALETTE, add_legend, saved_panels
+from torchrl_lightning._core.palette import PALETTE
+from torchrl_lightning.plotting.style import add_legend, saved_panels
 
 FOLDER = GUIDE.parent
 SPEED = FOLDER / "speed.md"

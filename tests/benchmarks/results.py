@@ -34,7 +34,7 @@ import numpy as np
 import yaml
 
 from torchrl_lightning.cli.plot import bootstrap_interval
-from torchrl_lightning.plotting.style import add_legend, axis_label, saved_panels
+from torchrl_lightning.plotting.style import STAR, add_legend, axis_label, saved_panels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -272,11 +272,10 @@ def picture(output: Path, folder: Path = RESULTS) -> Figure:
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
             axes.set_xlabel(axis_label("step"))
             axes.set_ylabel(axis_label("eval/return"))
-        star = {"linestyle": "", "marker": "*", "markersize": 10}
         entries = {"one seed: evaluations in training": {"color": "C0"}}
-        entries["one seed: last checkpoint, 100 unseen episodes"] = {"color": "C0", **star}
+        entries["one seed: last checkpoint, 100 unseen episodes"] = {"color": "C0", **STAR}
         if has_peer:
-            entries["Stable-Baselines3, one seed: last checkpoint"] = {"color": "C1", **star}
+            entries["Stable-Baselines3, one seed: last checkpoint"] = {"color": "C1", **STAR}
         if has_published:
             entries["published score"] = {"color": "C2", "linestyle": ":"}
         add_legend(figure, entries)

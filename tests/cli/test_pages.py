@@ -66,7 +66,6 @@ NOT_RUN = {
     "python -m torchrl_lightning.cli.train": "another name of a command; the tests of the modules run it",
     "python -m tests.": "checks of the whole project, which .ci/run starts or a developer",
     "python tests/wiring.py": "writes into the package",
-    "python examples/guide/": "draws a picture of the guide",
 }
 """The prefixes of inline commands that are not run, with the reasons."""
 HEAD = r"(?:# @.*\n)?# ([\w/]+\.(?:yaml|py))\n"

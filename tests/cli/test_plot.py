@@ -95,6 +95,15 @@ def test_settings_of_all_runs_are_in_the_title_and_the_legend_lists_the_others(t
     assert legend(figures[0]) == ["default settings", "model.network.hidden_sizes=[64, 64]", "model.lmbda=0.9"]
 
 
+def test_long_label_is_broken_into_lines(tmp_path, figures):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.csv").write_text("step,eval/return\n0,0\n10,1\n")
+    labels = [" ".join(["setting=value"] * 10), "short"]
+    plot_runs([tmp_path / "one.csv", tmp_path / "two.csv"], tmp_path / "c.png", labels=labels)
+    assert [text.split() for text in legend(figures[0])] == [label.split() for label in labels]
+    assert [text.count("\n") for text in legend(figures[0])] == [1, 0]
+
+
 def test_curves_of_more_groups_than_colours_look_different(tmp_path, figures):
     for number in range(9):
         (tmp_path / f"{number}.csv").write_text("step,eval/return\n0,0\n10,1\n")

@@ -16,10 +16,10 @@ from matplotlib.image import imread
 from tensordict import TensorDict
 
 from torchrl_lightning import ExperienceBuffer, PrioritizedSampler, RingStorage, inspect_buffer
+from torchrl_lightning._core.palette import PALETTE
 from torchrl_lightning.inspection.page import pixels, selected_episodes, write_page
 from torchrl_lightning.inspection.pictures import COLOURS, DARK_COLOURS, bars, histogram, lines
 from torchrl_lightning.inspection.tables import description_of
-from torchrl_lightning.plotting.style import PALETTE
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 VOID = {"meta", "img", "path"}

@@ -15,24 +15,26 @@ _watching: set[int] = set()  # ids of the processes that watch their first rank,
 
 
 def become_first_rank() -> None:
-    """Give the processes that this process starts its id, so that they can watch it."""
+    """Pass the id of this process to the processes that it starts, so that they can watch it."""
     os.environ[_FIRST_RANK] = str(os.getpid())
 
 
 def end_with_first_rank(grace: float = 0.0, until: Callable[[], bool] | None = None) -> None:
     """End this process if the process that called :func:`become_first_rank` ends; further calls change nothing.
 
-    A rank that is not connected to the others would wait for the first rank for half an hour.
+    Without this watch, a rank that is not connected to the others waits for the first rank for half an hour.
 
     Args:
-        grace: Seconds in which a connected rank may notice and report the end of the first rank without help.
-        until: A function that returns True when the watch is no longer needed.
+        grace: Seconds that a connected rank gets to report the end of the first rank by itself.
+        until: A function that returns True if the watch can end.
     """
-    first_rank = int(os.environ.get(_FIRST_RANK, "0"))
-    is_grandchild = os.getppid() != first_rank and _is_alive(first_rank)  # another program started this process
-    if first_rank and not is_grandchild and os.getpid() not in _watching:
-        _watching.add(os.getpid())
-        end_with_parent(first_rank, by_signal=False, grace=grace, message=_MESSAGE, until=until)
+    first_rank = os.environ.get(_FIRST_RANK)
+    if first_rank is None or os.getpid() in _watching:
+        return
+    if os.getppid() != int(first_rank) and _is_alive(int(first_rank)):
+        return  # another program started this process, and may live longer than the first rank
+    _watching.add(os.getpid())
+    end_with_parent(int(first_rank), by_signal=False, grace=grace, message=_MESSAGE, until=until)
 
 
 def _is_alive(pid: int) -> bool:

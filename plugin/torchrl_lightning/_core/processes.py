@@ -58,7 +58,8 @@ def end_with_parent(
             when the thread that started this process ends; that thread must therefore be the parent's main thread.
         grace: Seconds in which this process may end without help after its parent has ended.
         message: A line for stderr that is written after the grace period.
-        until: A function that is called several times a second; this process outlives its parent after a True.
+        until: A function that is called several times a second. After it returns True, this process can outlive its
+            parent.
     """
     if by_signal and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)

@@ -132,7 +132,8 @@ def draw_histogram(returns: Tensor, path: Path, checkpoint: Path) -> None:
     """Plot a histogram of the returns with a line at the mean."""
     from matplotlib.ticker import MaxNLocator
 
-    from torchrl_lightning.plotting.style import PALETTE, add_legend, saved_panels
+    from torchrl_lightning._core.palette import PALETTE
+    from torchrl_lightning.plotting.style import add_legend, saved_panels
 
     mean, std = float(returns.mean()), float(returns.std(correction=0))
     # Without a margin, the axis for equal returns would have ticks at hundredths.

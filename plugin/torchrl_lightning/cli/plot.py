@@ -16,7 +16,7 @@ from torchrl_lightning._core.untrusted import MESSAGE_LIMIT, printable
 from torchrl_lightning.cli.command import flushed_output
 from torchrl_lightning.cli.working_directory import leave_out_working_directory
 from torchrl_lightning.plotting.curves import Curve, read_source, runs_by_label
-from torchrl_lightning.plotting.style import add_legend, axis_label, line_style, saved_panels
+from torchrl_lightning.plotting.style import STAR, add_legend, axis_label, line_style, saved_panels
 from torchrl_lightning.plotting.sweep_figures import draw_importances, draw_parallel, draw_trials
 from torchrl_lightning.plotting.trials import read_trials, table
 
@@ -151,47 +151,50 @@ def _draw(
     from matplotlib.ticker import EngFormatter
 
     units = " or ".join(sorted({curve.unit for curves in groups.values() for curve in curves}))
-    full_labels = [label + (f" ({len(curves)} runs)" if len(curves) > 1 else "") for label, curves in groups.items()]
-    common, names = short_labels(groups)
+    labels = [label + _run_count(curves) for label, curves in groups.items()]
+    shared, rests = _split_labels(groups)
     count, size = (len(groups), (4.2, 3.1)) if panels else (1, (7.5, 4.6))
     with saved_panels(output, count, size, title) as (figure, grid):
         entries: dict[str, dict[str, Any]] = {}
-        for i, (curves, label, name) in enumerate(zip(groups.values(), full_labels, names, strict=True)):
+        for i, (curves, label, rest) in enumerate(zip(groups.values(), labels, rests, strict=True)):
             axes, style = grid[i if panels else 0], line_style(0 if panels else i)
             _draw_group(axes, printable(label), curves, band, style)
             if panels:
-                axes.set_title(textwrap.fill(printable(name), 34), fontsize="medium")
-            elif name:
-                entries[textwrap.fill(printable(name), 100)] = style
+                axes.set_title(textwrap.fill(printable(rest), 34), fontsize="medium")
+            elif rest:
+                entries[rest] = style
         for axes in grid:
             axes.set(xlabel=units.capitalize() if x == "step" else axis_label(x), ylabel=axis_label(metric))
             if x == "step":
                 axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # for example 200k and 1.5M
-        if title is None and common:
-            figure.suptitle(textwrap.fill(printable(common), 70))
-        add_legend(figure, entries | _explain(groups, band, panels))
+        if title is None and shared:
+            figure.suptitle(textwrap.fill(printable(shared), 70))
+        add_legend(figure, entries | _explanations(groups, band, panels))
 
 
-def short_labels(groups: Mapping[str, Sequence[Curve]]) -> tuple[str, list[str]]:
-    """Return the text that all labels share, for the title, and the rest of each label with its number of runs.
+def _run_count(curves: Sequence[Curve]) -> str:
+    return f" ({len(curves)} runs)" if len(curves) > 1 else ""
 
-    A label from Hydra's record is an experiment and its changed settings. The shared text is the experiment with the
-    settings that all groups have, and a label without a rest is "default settings". Other labels are returned whole,
-    and a single group has only a title.
+
+def _split_labels(groups: Mapping[str, Sequence[Curve]]) -> tuple[str, list[str]]:
+    """Return the settings that all groups share, for the title, and the rest of each label with its number of runs.
+
+    Only labels from Hydra's records with the same experiment have shared settings. A label without a rest becomes
+    "default settings". The label of a single group is the title.
     """
-    counts = [f" ({len(curves)} runs)" if len(curves) > 1 else "" for curves in groups.values()]
-    whole = [label + count for label, count in zip(groups, counts, strict=True)]
-    if len(whole) == 1:
-        return whole[0], [""]
+    counts = [_run_count(curves) for curves in groups.values()]
+    labels = [label + count for label, count in zip(groups, counts, strict=True)]
+    if len(labels) == 1:
+        return labels[0], [""]
     parts = [() if curves[0].run is None else curves[0].run.label_parts for curves in groups.values()]
-    if [" ".join(words) for words in parts] != list(groups) or len({words[0] for words in parts}) > 1:
-        return "", whole
-    shared = [word for word in parts[0] if all(word in words for words in parts)]
-    rests = [" ".join(word for word in words if word not in shared) or "default settings" for words in parts]
+    if [" ".join(part) for part in parts] != list(groups) or len({part[0] for part in parts}) > 1:
+        return "", labels
+    shared = [text for text in parts[0] if all(text in part for part in parts)]
+    rests = [" ".join(text for text in part if text not in shared) or "default settings" for part in parts]
     return " ".join(shared), [rest + count for rest, count in zip(rests, counts, strict=True)]
 
 
-_BANDS: dict[Band, tuple[str, str]] = {
+_LINE_AND_BAND: dict[Band, tuple[str, str]] = {
     "range": ("mean of the runs", "lowest to highest run"),
     "std": ("mean of the runs", "one standard deviation of the runs"),
     "iqm": ("mean of the middle half of the runs", "its 95 % interval"),
@@ -199,19 +202,17 @@ _BANDS: dict[Band, tuple[str, str]] = {
 }
 
 
-def _explain(groups: Mapping[str, Sequence[Curve]], band: Band, panels: bool) -> dict[str, dict[str, Any]]:
+def _explanations(groups: Mapping[str, Sequence[Curve]], band: Band, panels: bool) -> dict[str, dict[str, Any]]:
     """Return the entries of the legend that explain the line, the band and the star."""
     color = line_style(0)["color"] if panels or len(groups) == 1 else "0.4"
-    line, area = _BANDS[band]
+    line, area = _LINE_AND_BAND[band]
     entries: dict[str, dict[str, Any]] = {}
     if any(len(curves) > 1 for curves in groups.values()):
         entries[f"line: {line}"] = {"color": color}
         if area:
             entries[f"band: {area}"] = {"band": color}
     if any(curve.score is not None for curves in groups.values() for curve in curves):
-        entries["star: evaluation after training"] = {
-            "color": color, "linestyle": "", "marker": "*", "markersize": 10,
-        }  # fmt: skip
+        entries["star: evaluation after training"] = {"color": color, **STAR}
     return entries
 
 

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torchrl_lightning._core.palette import DARK_PALETTE, PALETTE
+
 WIDTH, HEIGHT = 240, 80
 POINTS = 120  # maximum number of points per line
-# The colours of torchrl_lightning.plotting.style, which colour-blind readers can distinguish, and lighter ones for dark
-# pages. This package must not import from plotting.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#777777")
-DARK_COLOURS = ("#56B4E9", "#F28A45", "#33C79B", "#E3A6C8", "#F2BC48", "#A5D8F7", "#FFFFFF", "#AAAAAA")
+COLOURS, DARK_COLOURS = (*PALETTE, "#777777"), (*DARK_PALETTE, "#AAAAAA")
 
 
 def bars(

@@ -6,23 +6,24 @@ This module imports nothing heavy before drawing.
 from __future__ import annotations
 
 import math
+import textwrap
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchrl_lightning._core.palette import PALETTE
 from torchrl_lightning._core.untrusted import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Colours that colour-blind readers can distinguish (Okabe and Ito, 2008). Yellow is omitted, because it is too light
-on white."""
 SEQUENTIAL = "cividis"
 """Colour map for ordered values, with the same appearance for colour-blind readers (Nunez et al., 2018)."""
 LINE_STYLES = ("-", "--", ":", "-.")
+STAR: dict[str, Any] = {"linestyle": "", "marker": "*", "markersize": 10}
+"""The marker of an evaluation after training."""
 
 _WORDS = {
     "step": "Environment frames",
@@ -103,6 +104,8 @@ def saved_panels(
 def add_legend(figure: Figure, entries: Mapping[str, Mapping[str, Any]], **shared: Any) -> None:
     """Add a legend below the panels, and increase the height of the figure by the height of the legend.
 
+    Long texts are broken into lines.
+
     Args:
         figure: the figure of :func:`saved_panels`.
         entries: for each text, the properties of its line; the key ``"band"`` draws an area in this colour instead.
@@ -113,7 +116,7 @@ def add_legend(figure: Figure, entries: Mapping[str, Mapping[str, Any]], **share
 
     handles: list[Any] = []
     for text, properties in entries.items():
-        label = printable(text)
+        label = textwrap.fill(printable(text), 100)
         if "band" in properties:
             handles.append(Patch(facecolor=properties["band"], alpha=0.2, label=label))
         else:
