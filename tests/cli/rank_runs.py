@@ -16,7 +16,7 @@ from kit.processes import environment, members, survivors
 
 COMMAND = Path(sys.executable).parent / "torchrl-lightning-train"
 SETTINGS = [
-    *("trainer.strategy=ddp", "seed=0", "data.reset_at_each_batch=true"),
+    *("seed=0", "data.reset_at_each_batch=true"),
     *("data.eval_episodes=2", "trainer.check_val_every_n_epoch=2", "eval_episodes=2", "model.schedule=constant"),
     *("trainer.enable_progress_bar=false", "logger=many", "callbacks=checkpoint", "eval_checkpoint=last"),
 ]
@@ -31,6 +31,8 @@ _REPLAY = [
 ]
 REPLAY = ["experiment=dqn_cartpole", *_REPLAY]
 SAC = ["experiment=sac_pendulum", *_REPLAY]
+# DDP orders the gradients anew after the first step, and the sum of three numbers depends on their order.
+STRATEGIES = {2: "ddp", 3: "ddp_find_unused_parameters_true"}
 FAMILIES = {"PPO": ON_POLICY, "DQN": REPLAY, "SAC": SAC}
 
 _SCRIPT = """
@@ -41,7 +43,7 @@ import lightning as L
 from torchrl_lightning import ExperienceBuffer, LastCheckpoint, OnPolicyDataModule, ReplayDataModule, RingStorage
 from torchrl_lightning.agents import DQNModule, MLPNetwork, PPOModule, SACModule
 
-family, ranks, folder, frames, resumed = sys.argv[1:]
+family, ranks, strategy, folder, frames, resumed = sys.argv[1:]
 shared = {"seed": 0, "reset_at_each_batch": True, "eval_episodes": 2, "total_frames": int(frames)}
 replay = {**shared, "num_envs": 1, "frames_per_batch": 8, "frames_per_update": 1, "warmup_frames": 32, "batch_size": 8}
 replay |= {"updates_per_epoch": 16, "updates_per_step": 4, "checkpoint_buffer": "inside"}
@@ -57,7 +59,7 @@ elif family == "DQN":
 else:
     module, data = SACModule(network), ReplayDataModule("Pendulum-v1", **replay)
 trainer = L.Trainer(
-    accelerator="cpu", strategy="ddp", devices=int(ranks), max_epochs=-1, logger=False, enable_progress_bar=False,
+    accelerator="cpu", strategy=strategy, devices=int(ranks), max_epochs=-1, logger=False, enable_progress_bar=False,
     check_val_every_n_epoch=2, num_sanity_val_steps=0, enable_model_summary=False, default_root_dir=folder,
     callbacks=[LastCheckpoint(folder + "/checkpoints")],
 )
@@ -85,16 +87,15 @@ class RankRun:
     def of_command(cls, folder: Path, *settings: str, ranks: int = 2) -> RankRun:
         """Start a run of the command."""
         into = folder / "run"
-        return cls(
-            folder, [COMMAND, *SETTINGS, f"trainer.devices={ranks}", *settings, f"hydra.run.dir={into}"], into, ranks
-        )
+        several = [f"trainer.devices={ranks}", f"trainer.strategy={STRATEGIES[ranks]}"]
+        return cls(folder, [COMMAND, *SETTINGS, *several, *settings, f"hydra.run.dir={into}"], into, ranks)
 
     @classmethod
     def of_trainer(cls, folder: Path, family: str, frames: int, resumed: Path | str = "", ranks: int = 2) -> RankRun:
         """Start a script with its own Trainer."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "script.py").write_text(_SCRIPT)
-        arguments = [family, str(ranks), str(folder / "run"), str(frames), str(resumed)]
+        arguments = [family, str(ranks), STRATEGIES[ranks], str(folder / "run"), str(frames), str(resumed)]
         return cls(folder, [sys.executable, folder / "script.py", *arguments], folder / "run", ranks)
 
     def wait_until(self, is_true: Callable[[], bool]) -> None:

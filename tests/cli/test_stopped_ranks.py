@@ -13,8 +13,8 @@ from cli.rank_runs import COMMAND, ON_POLICY, REPLAY, SAC, RankRun, frames_of, w
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir() or not COMMAND.exists(), reason="reads /proc")
 
 
-def stopped(folder: Path, number: int, ranks: Sequence[int], *settings: str) -> RankRun:
-    run = RankRun.of_command(folder, *settings, "data.total_frames=10000000")
+def stopped(folder: Path, number: int, ranks: Sequence[int], *settings: str, num_ranks: int = 2) -> RankRun:
+    run = RankRun.of_command(folder, *settings, "data.total_frames=10000000", ranks=num_ranks)
     try:
         run.wait_for_checkpoint()
         run.send(number, ranks)
@@ -25,36 +25,37 @@ def stopped(folder: Path, number: int, ranks: Sequence[int], *settings: str) -> 
     return run
 
 
-def completed(folder: Path, frames: int, *settings: str) -> Path:
-    run = RankRun.of_command(folder, *settings, f"data.total_frames={frames}")
+def completed(folder: Path, frames: int, *settings: str, num_ranks: int = 2) -> Path:
+    run = RankRun.of_command(folder, *settings, f"data.total_frames={frames}", ranks=num_ranks)
     try:
         assert run.status() == 0, run.lines()
-        assert any("over 4 episodes" in line for line in run.lines()), run.lines()  # two per rank
+        assert any(f"over {2 * num_ranks} episodes" in line for line in run.lines()), run.lines()
     finally:
         run.kill()
     return run.last
 
 
 @pytest.mark.parametrize(
-    ("number", "ranks", "settings"),
+    ("number", "ranks", "num_ranks", "settings"),
     [
-        (signal.SIGTERM, (1,), REPLAY),
-        (signal.SIGINT, (0, 1), ON_POLICY),
+        (signal.SIGTERM, (1,), 2, REPLAY),
+        (signal.SIGINT, (0, 1), 2, ON_POLICY),
+        (signal.SIGTERM, (2,), 3, ON_POLICY),
     ],
 )
 def test_stopped_ranks_save_the_same_step_and_resume_bit_for_bit(
-    number: int, ranks: Sequence[int], settings: list[str], tmp_path: Path
+    number: int, ranks: Sequence[int], num_ranks: int, settings: list[str], tmp_path: Path
 ) -> None:
-    run = stopped(tmp_path / "stopped", number, ranks, *settings)
+    run = stopped(tmp_path / "stopped", number, ranks, *settings, num_ranks=num_ranks)
     assert run.status() == (143 if number == signal.SIGTERM else 1), run.lines()
     lines = run.lines()
     assert len(lines) <= 10, lines
     assert sum(f"to resume, run the same command with ckpt_path={run.last}" in line for line in lines) == 1, lines
     frames = frames_of(run.last)
     assert len(frames) == 1
-    end = 2 * (int(frames.pop()) // 2 + 192)
-    resumed = completed(tmp_path / "resumed", end, *settings, f"ckpt_path={run.last}")
-    assert weights(resumed) == weights(completed(tmp_path / "whole", end, *settings))
+    end = num_ranks * (int(frames.pop()) // num_ranks + 192)
+    resumed = completed(tmp_path / "resumed", end, *settings, f"ckpt_path={run.last}", num_ranks=num_ranks)
+    assert weights(resumed) == weights(completed(tmp_path / "whole", end, *settings, num_ranks=num_ranks))
 
 
 @pytest.mark.parametrize(("rank", "settings"), [(0, ON_POLICY), (1, SAC)])
