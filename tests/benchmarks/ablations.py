@@ -4,8 +4,8 @@
     python tests/benchmarks/ablations.py table
 
 ``examples/results/ablations.yaml`` lists the arguments of each run and the pairs of runs to compare. ``run`` trains and
-plays with the functions of ``results.py`` and writes ``examples/results/ablations/cartpole_uniform.csv``. ``table``
-replaces the text between its marks in ``examples/guide/experiments.md``.
+plays with the functions of ``earlier_logs.py`` and writes ``examples/results/ablations/cartpole_uniform.csv``.
+``table`` replaces the table after its mark in ``examples/guide/experiments.md``.
 """
 
 from __future__ import annotations
@@ -21,21 +21,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import yaml
 
-from benchmarks.results import (
-    GUIDE,
-    RESULTS,
-    ResultsError,
-    Row,
-    asked,
-    middle_half,
-    read,
-    run_all,
-    settings_of,
-    with_table,
-    write,
-)
+from benchmarks.earlier_logs import RESULTS, Row, read, run_all, settings_of, write
+from benchmarks.results import GUIDE, SEEDS, ResultsError, asked, markdown, middle_half, with_table
 
-FOLDER, BEGIN = RESULTS / "ablations", "<!-- made by tests/benchmarks/ablations.py -->\n"
+FOLDER, MARK = RESULTS / "ablations", "ablations.py"
 SAID = yaml.safe_load((RESULTS / "ablations.yaml").read_text())
 
 
@@ -69,22 +58,22 @@ def scores(rows: Sequence[Row]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, A
 def table(folder: Path = FOLDER) -> str:
     """Return the table of all comparisons."""
     heads = ("task", "setting", "frames", "over training", "without", "last checkpoint", "without")
-    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    rows = []
     for question, pairs in SAID["compared"].items():
         for task, (changed, plain) in pairs.items():
             both = [read(folder / f"{name}.csv", settings(name), "ablations.py") for name in (changed, plain)]
             (learning, ends), (learning_without, ends_without) = map(scores, both)
             frames = f"{max(row.frames for row in both[0]):,}"
             cells = [middle_half(each) for each in (learning, learning_without, ends, ends_without)]
-            lines.append(f"| {' | '.join((task, question, frames, *cells))} |")
-    return "\n".join(lines) + "\n"
+            rows.append((task, question, frames, *cells))
+    return markdown(heads, rows)
 
 
 def main() -> None:
     """Run one ablation or write the table."""
-    arguments = asked(__doc__, [0, 1, 2, 3, 4])
+    arguments = asked(__doc__, SEEDS)
     if arguments.command == "table":
-        GUIDE.write_text(with_table(GUIDE.read_text(), table(), BEGIN))
+        GUIDE.write_text(with_table(GUIDE.read_text(), table(), MARK))
         return
     name = arguments.name
     write(name, run_all(given(name), arguments.seeds), FOLDER, settings(name))

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from benchmarks import curves
-from benchmarks.results import RESULTS, Row, read
+from benchmarks.earlier_logs import RESULTS, Row
+from benchmarks.results import rows_of
+from benchmarks.run_logs import log_path
 from torchrl_lightning.plotting.style import STAR, add_legend, axis_label, line_style, saved_panels
 
 if TYPE_CHECKING:
@@ -24,14 +26,16 @@ class Line:
     name: str
     label: str = ""
 
-    def path(self) -> Path:
-        """Return the log of the run."""
+    def paths(self) -> list[Path]:
+        """Return the logs of all seeds, or the earlier log."""
         path = curves.FOLDER / f"{self.name}.csv"
-        return path if path.is_file() else RESULTS / path.name
+        logs = sorted(log_path(self.name, 0).parent.glob("*.csv"))
+        return logs or [path if path.is_file() else RESULTS / path.name]
 
     def rows(self) -> list[Row]:
         """Return the rows of all seeds; raise ResultsError if the settings of the run have changed since."""
-        return curves.read_curve(self.name) if self.path().parent == curves.FOLDER else read(self.path())
+        is_curve = self.paths()[0].parent == curves.FOLDER
+        return curves.read_curve(self.name) if is_curve else rows_of(self.name)
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ class Curves:
 
     def source(self) -> bytes:
         """Return the settings of the panels and their logs."""
-        logs = [line.path().read_bytes() for panel in self.panels for line in panel.lines]
+        logs = [path.read_bytes() for panel in self.panels for line in panel.lines for path in line.paths()]
         return repr(self.panels).encode() + b"".join(logs)
 
     def draw(self, output: Path) -> None:

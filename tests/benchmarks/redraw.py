@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import results
 from benchmarks.curve_pictures import CURVES, Curves
 from benchmarks.inspection_pictures import PAGES
-from benchmarks.results import GUIDE, PROJECT, RESULTS, ResultsError
+from benchmarks.results import GUIDE, PROJECT, ResultsError
+from benchmarks.run_logs import PEER
 from torchrl_lightning._core.palette import PALETTE
 from torchrl_lightning.plotting.style import add_legend, saved_panels
 
@@ -49,16 +50,17 @@ class Picture(Protocol):
 class Scores:
     """The curves of all results."""
 
-    folder: Path = RESULTS
+    root: Path = PROJECT
 
     def source(self) -> bytes:
         """Return the logs and the published scores."""
-        paths = [*self.folder.glob("*.csv"), *(self.folder / results.PEER.name).glob("*.csv")]
-        return b"".join(path.read_bytes() for path in sorted([*paths, self.folder / "published.yaml"]))
+        folder = self.root / "examples" / "results"
+        logs = {path for pattern in ("*.csv", f"{PEER}/*.csv", "**/seed_*.csv") for path in folder.glob(pattern)}
+        return b"".join(path.read_bytes() for path in sorted([*logs, folder / "published.yaml"]))
 
     def draw(self, output: Path) -> None:
         """Draw a panel for each experiment."""
-        results.picture(output, self.folder)
+        results.picture(output, self.root)
 
 
 @dataclass(frozen=True)

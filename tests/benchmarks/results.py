@@ -1,186 +1,97 @@
-"""Repeat the experiments, store their scores in ``examples/results`` and write them into the guide.
+"""Repeat the experiments, store each run in ``examples/results`` and write all scores into the pages and YAML files.
 
-    python tests/benchmarks/results.py run ppo_acrobot [--seeds 0 1 2]
+    python tests/benchmarks/results.py run ppo_acrobot [--seeds 0 1 2 3 4] [--check]
     python tests/benchmarks/results.py table
 
-``run`` trains an experiment like ``torchrl-lightning-train`` and plays 100 unseen episodes with the last checkpoint of
-each seed. It writes ``examples/results/ppo_acrobot.csv`` with one row per evaluation in training and one row for the
-end. Long experiments may run seed by seed: rows of other seeds with the same settings remain in the file.
+``run`` trains an experiment like ``torchrl-lightning-train`` and plays 100 unseen episodes with the last and the best
+checkpoint of each seed. It writes ``examples/results/ppo_acrobot/seed_0.csv`` and so on (``run_logs.py``). Run it in a
+checkout that nobody changes meanwhile. ``--check`` trains again, and compares with the stored logs instead of replacing
+them; it exits with 1 if a run differs.
 
-``table`` replaces the text between the marks in ``examples/guide/experiments.md``, and ``redraw.py scores.png`` draws
-the figure below it. The figure has one line per seed for the evaluations in training, and stars for the last
-checkpoints. ``examples/results/published.yaml`` contains published scores. ``zoo.py`` logs the scores of
-Stable-Baselines3 with the same settings.
+``table`` writes the scores of all logs into the README, the heads of ``conf/experiment/*.yaml`` and
+``examples/guide/experiments.md``, and ``redraw.py scores.png`` draws the figure of the guide.
+``examples/results/experiments.yaml`` contains the descriptions of the experiments and the scores of earlier runs,
+``published.yaml`` contains published scores. ``zoo.py`` trains with Stable-Baselines3 at the same settings.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import csv
-import hashlib
+import logging
 import re
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, fields
-from operator import attrgetter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from resource import RUSAGE_CHILDREN, getrusage
 from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(1, str(Path(__file__).parents[2]))  # for environments in examples/
 
 import numpy as np
 import yaml
 
+from benchmarks import run_logs
+from benchmarks.earlier_logs import EPISODES, Row, read, settings_of, to_row
+from benchmarks.run_logs import PEER, PROJECT, Evaluation, ResultsError, RunLog, log_path, read_logs
 from torchrl_lightning.cli.plot import bootstrap_interval
 from torchrl_lightning.plotting.style import STAR, add_legend, axis_label, saved_panels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PROJECT = Path(__file__).resolve().parents[2]
-RESULTS, CONF = PROJECT / "examples" / "results", PROJECT / "conf" / "experiment"
-PEER = RESULTS / "stable_baselines3"
-"""Folder of the logs of ``zoo.py``."""
-DEMONSTRATIONS = PROJECT / "conf" / "demonstrations"
 GUIDE = PROJECT / "examples" / "guide" / "experiments.md"
-BEGIN, END = "<!-- made by tests/benchmarks/results.py -->\n", "<!-- end -->\n"
-VERSION, EPISODES = 1, 100
-TRAIN, EVALUATE = (f"from torchrl_lightning.cli.{name} import main; main()" for name in ("train", "evaluate"))
+IN_README = (
+    *("ppo_cartpole", "ppo_halfcheetah", "vtrace_cartpole", "dqn_prioritized_lunarlander", "sac_pendulum"),
+    *("ddpg_her_fetchreach", "pets_pendulum", "ppod_minigrid_keycorridor"),
+)
+SEEDS = (0, 1, 2, 3, 4)
+_log = logging.getLogger(__name__)
 
 
-class ResultsError(ValueError):
-    """Raised if a file of results has another version or other settings."""
+def run(name: str, seeds: Iterable[int], root: Path = PROJECT) -> None:
+    """Record a run with each seed."""
+    for seed in seeds:
+        path = log_path(name, seed, root)
+        log = run_logs.record(path, run_logs.code_commit(root), root)
+        log.write(path)
+        _log.info("%s: score %s", path.relative_to(root), log.last)
 
 
-@dataclass(frozen=True)
-class Row:
-    """An evaluation in training, or the end of a run. Only the end has ``minutes`` of processor time.
-
-    ``success`` is the share of episodes that end at the goal, if the environment has a goal.
-    """
-
-    seed: int
-    frames: int
-    score: float
-    deviation: float
-    episodes: int
-    minutes: float | None = None
-    success: float | None = None
+def check(name: str, seeds: Iterable[int], root: Path = PROJECT) -> bool:
+    """Train again with each seed, and return True if all runs agree with their logs."""
+    logs = {log.seed: log for log in read_logs(name, root)}
+    missing = [str(seed) for seed in seeds if seed not in logs]
+    if missing:
+        raise ResultsError(f"--seeds must have logs of {name}, got {', '.join(missing)}. Record them without --check.")
+    is_exact, all_agree = run_logs.is_repeatable(run_logs.composed(name, root)), True
+    for seed in seeds:
+        sentence, agrees = run_logs.differences(logs, run_logs.record(log_path(name, seed, root), "", root), is_exact)
+        _log.info("%s, seed %d: %s", name, seed, sentence)
+        all_agree &= agrees
+    return all_agree
 
 
-def settings_of(name: str) -> str:
-    """Return a digest of the YAML of an experiment and its defaults, without comments.
-
-    The digest includes the demonstrations of the experiment.
-
-    Raises:
-        ResultsError: The experiment does not exist.
-    """
-    path = CONF / f"{name}.yaml"
-    if not path.is_file():
-        raise ResultsError(f"there is no experiment {name}; those of {CONF} are at hand.")
-    said = yaml.safe_load(path.read_text())
-    before = [settings_of(each) for each in said.get("defaults", []) if isinstance(each, str) and each != "_self_"]
-    told = yaml.safe_dump([said, before])
-    digest = hashlib.sha256(told.encode())
-    for folder in re.findall(r"\$\{paths\.demonstrations\}/(\w+)", told):
-        for file in sorted((DEMONSTRATIONS / folder).iterdir()):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:12]
+def rows_of(name: str, root: Path = PROJECT, peer: bool = False) -> list[Row]:
+    """Return the curves and the ends of all logs of an experiment, else the rows of its earlier log, else no rows."""
+    rows = []
+    for log in read_logs(name, root, peer):
+        end = Evaluation(log.frames, *log.last, log.success)
+        rows += [to_row(log.seed, row) for row in log.curve] + [to_row(log.seed, end, EPISODES, log.minutes)]
+    path = root / "examples" / "results" / (PEER if peer else "") / f"{name}.csv"
+    if rows or not path.is_file():
+        return rows
+    return read(path, settings_of(name), "zoo.py" if peer else "results.py")
 
 
-def write(name: str, rows: Iterable[Row], folder: Path = RESULTS, settings: str | None = None) -> None:
-    """Write the results of an experiment with its current settings, or of a run with the digest ``settings``.
-
-    Existing rows of other seeds with the same settings remain.
-    """
-    folder.mkdir(exist_ok=True)
-    path, told = folder / f"{name}.csv", settings_of(name) if settings is None else settings
-    written = list(rows)
-    seeds = {row.seed for row in written}
-    with contextlib.suppress(FileNotFoundError, ResultsError):
-        written += [row for row in read(path, told) if row.seed not in seeds]
-    with path.open("w", newline="") as file:
-        file.write(f"# version {VERSION}, settings {told}\n")
-        lines = csv.writer(file, lineterminator="\n")
-        lines.writerow(field.name for field in fields(Row))
-        ordered = sorted(written, key=attrgetter("seed"))
-        lines.writerows(
-            ["" if value is None else value if isinstance(value, int) else f"{value:.6g}" for value in astuple(row)]
-            for row in ordered
-        )
+def ends_of(name: str, root: Path = PROJECT, peer: bool = False) -> list[Row]:
+    """Return the ends of all runs of an experiment."""
+    return [row for row in rows_of(name, root, peer) if row.minutes is not None]
 
 
-def read(path: Path, settings: str | None = None, script: str = "results.py") -> list[Row]:
-    """Read the results of an experiment, or of a run with the digest ``settings``; ``script`` repeats the run.
-
-    Raises:
-        ResultsError: The file has another version or other settings.
-    """
-    head, *lines = path.read_text().splitlines()
-    mend = f"Run it again: python tests/benchmarks/{script} run {path.stem}."
-    found = re.fullmatch(r"# version (\d+), settings (\w+)", head)
-    if found is None or int(found[1]) != VERSION:
-        raise ResultsError(f"{path} begins with {head!r}, not with '# version {VERSION}'. {mend}")
-    now = settings_of(path.stem) if settings is None else settings
-    if found[2] != now:
-        raise ResultsError(f"{path} is of the settings {found[2]}, the experiment has {now}. {mend}")
-    rows = csv.DictReader(lines)
-    return [
-        Row(
-            *(int(float(row[key])) for key in ("seed", "frames")),
-            *(float(row[key]) for key in ("score", "deviation")),
-            int(row["episodes"]),
-            *(float(row[key]) if row.get(key) else None for key in ("minutes", "success")),
-        )
-        for row in rows
-    ]
-
-
-def run(given: Iterable[str], seed: int, folder: Path) -> Iterator[Row]:
-    """Train with the command and a seed, play the last checkpoint, and yield the rows of the results."""
-    began = processor_time()
-    command(TRAIN, *given, f"seed={seed}", "eval_checkpoint=last", f"hydra.run.dir={folder}")
-    minutes = (processor_time() - began) / 60
-    said = command(EVALUATE, f"ckpt_path={folder}/checkpoints/last.ckpt", f"episodes={EPISODES}", "trusted=true")
-    yield from logged(folder / "csv" / "metrics.csv", seed)
-    yield ended(said, seed, minutes)
-
-
-def logged(path: Path, seed: int) -> Iterator[Row]:
-    """Yield the evaluations from the log of a run."""
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            if row.get("eval/return"):
-                score, deviation = float(row["eval/return"]), float(row["eval/return_std"])
-                success = float(row["eval/success"]) if row.get("eval/success") else None
-                yield Row(seed, int(float(row["step"])), score, deviation, 0, success=success)
-
-
-def ended(said: str, seed: int, minutes: float) -> Row:
-    """Read the last line of ``torchrl-lightning-evaluate``."""
-    form = r"return: (\S+) \+- (\S+) over (\d+) episodes,(?: success rate (\S+),)? (\d+) frames"
-    found = re.search(form, said)
-    if found is None:
-        raise ResultsError(f"the evaluation of seed {seed} said {said[-300:]!r} instead of a score.")
-    success = None if found[4] is None else float(found[4])
-    return Row(seed, int(found[5]), float(found[1]), float(found[2]), int(found[3]), minutes, success)
-
-
-def command(program: str, *arguments: str) -> str:
-    """Run a command of this package with arguments, and return its output; raise ResultsError if it fails."""
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ResultsError(f"{' '.join(arguments)} ended with {done.returncode}: {done.stderr[-1000:]}")
-    return done.stdout
-
-
-def processor_time() -> float:
-    """Return the processor time of all ended child processes in seconds."""
-    used = getrusage(RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def recorded(root: Path = PROJECT) -> list[str]:
+    """Return the sorted names of all experiments with a log of the present or the earlier format."""
+    results = root / "examples" / "results"
+    return sorted({path.stem for path in results.glob("*.csv")} | {p.parent.name for p in results.glob("*/seed_*.csv")})
 
 
 def middle_half(values: Sequence[float]) -> str:
@@ -194,7 +105,7 @@ def short(score: float) -> str:
     return f"{score:.4g}" if abs(score) < 10 else f"{score:.0f}"
 
 
-def shown(end: Row) -> str:
+def with_success(end: Row) -> str:
     """Return the score of a run, followed by its success rate in brackets if it has one."""
     return short(end.score) if end.success is None else f"{short(end.score)} ({end.success:.2f})"
 
@@ -212,63 +123,126 @@ def minutes(ends: Sequence[Row]) -> str:
     return f"{np.mean([row.minutes for row in ends if row.minutes is not None]):.1f}"
 
 
-def ends_of_peer(name: str, folder: Path = RESULTS) -> list[Row]:
-    """Return the ends of the Stable-Baselines3 runs of an experiment, or an empty list without such runs."""
-    path = folder / PEER.name / f"{name}.csv"
-    return read(path, settings_of(name), "zoo.py") if path.is_file() else []
+def duration(logs: Sequence[RunLog]) -> str:
+    """Return the mean processor time of a seed."""
+    mean = float(np.mean([log.minutes for log in logs]))
+    return f"{60 * mean:.0f} s" if mean < 2 else f"{mean:.3g} min"
 
 
-def of_peer(name: str, folder: Path = RESULTS) -> str:
-    """Return score, number of seeds and minutes of the Stable-Baselines3 runs, or an empty string."""
-    ends = ends_of_peer(name, folder)
-    if not ends:
-        return ""
-    of = f"{len(ends)} seeds" if len(ends) > 1 else "1 seed"
-    return f"{spread([row.score for row in ends])} ({of}, {minutes(ends)} minutes)"
+def seeds_of(logs: Sequence[RunLog]) -> str:
+    """Return the seeds, as a range if they are consecutive."""
+    seeds = [log.seed for log in logs]
+    is_range = len(seeds) > 2 and seeds == [*range(seeds[0], seeds[-1] + 1)]
+    return f"{seeds[0]} to {seeds[-1]}" if is_range else ", ".join(map(str, seeds))
 
 
-def table(folder: Path = RESULTS) -> str:
-    """Return the table of all results."""
-    published = yaml.safe_load((folder / "published.yaml").read_text())
+def score(logs: Sequence[RunLog]) -> str:
+    """Return mean and deviation of the scores of the last checkpoints, and the mean success rate if there is one."""
+    rates = [log.success for log in logs if log.success is not None]
+    success = f"; success rate {np.mean(rates):.2f}" if rates else ""
+    return spread([log.last.mean for log in logs]) + success
+
+
+def frames(logs: Sequence[RunLog]) -> str:
+    """Return the highest number of frames of a seed."""
+    return f"{max(log.frames for log in logs):,}"
+
+
+def described(root: Path = PROJECT) -> dict[str, dict[str, str]]:
+    """Return the description of each experiment, and the scores of its earlier runs if it has any."""
+    return dict(yaml.safe_load((root / "examples" / "results" / "experiments.yaml").read_text()))
+
+
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table without its empty columns, or an empty text without rows."""
+    columns = [[head, "---", *cells] for head, *cells in zip(heads, *rows, strict=True) if any(cells)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in zip(*columns, strict=True))
+
+
+def experiments_table(names: Iterable[str], root: Path = PROJECT) -> str:
+    """Return the table of these experiments. The score of an earlier run is only in the row of one without logs."""
+    heads = ["`experiment=`", "description", "score", "seeds", "frames", "processor time", "earlier run"]
+    entries, rows = described(root), []
+    for name in names:
+        logs, earlier = read_logs(name, root), entries[name].get("earlier", "")
+        cells = [score(logs), seeds_of(logs), frames(logs), duration(logs), ""] if logs else [*[""] * 4, earlier]
+        rows.append([f"`{name}`", entries[name]["description"], *cells])
+    return markdown(heads, rows)
+
+
+def comparison_table(root: Path = PROJECT) -> str:
+    """Return the table of the logs beside Stable-Baselines3 and published scores."""
+    published = yaml.safe_load((root / "examples" / "results" / "published.yaml").read_text())
+    heads = ("experiment", "score of each seed", "mean, deviation")
+    heads += ("Stable-Baselines3, run here", "difference", "ours is", "published")
+    rows = []
+    for name in recorded(root):
+        logs, peers = read_logs(name, root), read_logs(name, root, peer=True)
+        if logs and (peers or name in published):
+            ours, theirs = [log.last.mean for log in logs], [log.last.mean for log in peers]
+            each = ", ".join(map(short, ours))
+            compared = [f"{spread(theirs)} (seeds {seeds_of(peers)})", *difference(ours, theirs)] if peers else [""] * 3
+            rows.append([f"`{name}`", each, spread(ours), *compared, published.get(name, "")])
+    return markdown(heads, rows)
+
+
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str, str]:
+    """Return the difference of the means of two groups of seeds with its 95 % bootstrap interval, and a word for it."""
+    mean = np.mean(ours) - np.mean(theirs)
+    if min(len(ours), len(theirs)) < 3:
+        return f"{mean:.3g}", "not known: too few seeds"
+    generator = np.random.default_rng(0)
+    samples = [generator.choice(scores, (10_000, len(scores))).mean(1) for scores in (ours, theirs)]
+    low, high = np.quantile(samples[0] - samples[1], (0.025, 0.975))
+    word = "ahead" if low > 0 else "behind" if high < 0 else "equal" if low == high else "not clearly different"
+    return f"{mean:.3g} ({low:.3g} to {high:.3g})", word
+
+
+def earlier_table(root: Path = PROJECT) -> str:
+    """Return the table of the logs of earlier versions of the code, for experiments without a present log."""
+    published = yaml.safe_load((root / "examples" / "results" / "published.yaml").read_text())
     heads = ("experiment", "seeds", "frames", "minutes", "score of each seed", "mean, deviation")
-    heads += ("Stable-Baselines3, run here", "published")
-    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
-    for path in sorted(folder.glob("*.csv")):
-        ends = [row for row in read(path) if row.minutes is not None]
+    rows = []
+    for name in recorded(root):
+        if read_logs(name, root):
+            continue
+        ends, peers = ends_of(name, root), ends_of(name, root, peer=True)
         scores = [row.score for row in ends]
-        told = spread(scores)
+        summary = spread(scores)
         if len(scores) >= 5:
-            told += f"; middle half {middle_half(scores)}"
-        frames, seeds = max(row.frames for row in ends), ", ".join(str(row.seed) for row in ends)
-        cells = (f"`{path.stem}`", seeds, f"{frames:,}", minutes(ends), ", ".join(map(shown, ends)), told)
-        lines.append(f"| {' | '.join(cells)} | {of_peer(path.stem, folder)} | {published.get(path.stem, '')} |")
-    return "\n".join(lines) + "\n"
+            summary += f"; middle half {middle_half(scores)}"
+        of = f"{len(peers)} seeds" if len(peers) > 1 else "1 seed"
+        peer = f"{spread([row.score for row in peers])} ({of}, {minutes(peers)} minutes)" if peers else ""
+        most, seeds = max(row.frames for row in ends), ", ".join(str(row.seed) for row in ends)
+        cells = (f"`{name}`", seeds, f"{most:,}", minutes(ends), ", ".join(map(with_success, ends)), summary)
+        rows.append([*cells, peer, published.get(name, "")])
+    return markdown([*heads, "Stable-Baselines3, run here", "published"], rows)
 
 
-def picture(output: Path, folder: Path = RESULTS) -> Figure:
+def picture(output: Path, root: Path = PROJECT) -> Figure:
     """Draw the curves of all results: one panel per experiment, one line per seed, stars for the ends."""
     from matplotlib.ticker import EngFormatter
 
-    published = yaml.safe_load((folder / "published.yaml").read_text())
-    paths = sorted(folder.glob("*.csv"))
-    with saved_panels(output, len(paths), (3.6, 2.3), columns=2) as (figure, grid):
+    published = yaml.safe_load((root / "examples" / "results" / "published.yaml").read_text())
+    names = recorded(root)
+    with saved_panels(output, len(names), (3.6, 2.3), columns=2) as (figure, grid):
         has_peer = has_published = False
-        for axes, path in zip(grid, paths, strict=True):
-            rows = read(path)
+        for axes, name in zip(grid, names, strict=True):
+            rows = rows_of(name, root)
             for seed in sorted({row.seed for row in rows}):
                 points = [(row.frames, row.score) for row in rows if row.seed == seed and row.minutes is None]
                 axes.plot(*zip(*points, strict=True), color="C0", alpha=0.7, linewidth=1.2)
-            ends, peer = [row for row in rows if row.minutes is not None], ends_of_peer(path.stem, folder)
+            ends, peer = [row for row in rows if row.minutes is not None], ends_of(name, root, peer=True)
             for color, stars in (("C0", ends), ("C1", peer)):
                 if stars:
                     at = [row.frames for row in stars], [row.score for row in stars]
                     axes.plot(*at, "*", color=color, clip_on=False, zorder=3)
             has_peer |= bool(peer)
-            found = re.match(r"(?:about )?(-?\d[\d.]*)", published.get(path.stem, ""))
-            if found:
-                axes.axhline(float(found[1]), color="C2", linestyle=":")
+            level = re.match(r"(?:about )?(-?\d[\d.]*)", published.get(name, ""))
+            if level:
+                axes.axhline(float(level[1]), color="C2", linestyle=":")
                 has_published = True
-            axes.set_title(path.stem, fontsize=9)
+            axes.set_title(name, fontsize=9)
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
             axes.set_xlabel(axis_label("step"))
             axes.set_ylabel(axis_label("eval/return"))
@@ -282,38 +256,64 @@ def picture(output: Path, folder: Path = RESULTS) -> Figure:
     return figure
 
 
-def with_table(page: str, made: str, begin: str = BEGIN) -> str:
-    """Return a page with the table between its marks."""
-    before, rest = page.split(begin)
-    return before + begin + "\n" + made + "\n" + END + rest.split(END, 1)[1]
+def with_table(page: str, table: str, mark: str) -> str:
+    """Return a page with the table after the line that ends with the mark ``<!-- results.py: ... -->``."""
+    before, rest = page.split(f"<!-- {mark} -->\n")
+    rest = re.sub(r"\A\n(?:\|.*\n)+", "", rest)
+    return f"{before}<!-- {mark} -->\n{table and chr(10)}{table}{rest}"
 
 
-def asked(description: str | None, seeds: Sequence[int], *, has_table: bool = True) -> argparse.Namespace:
+def with_score(text: str, name: str, root: Path = PROJECT) -> str:
+    """Return the YAML of an experiment with its score, or the score of earlier runs, in a line of its head."""
+    logs, earlier = read_logs(name, root), described(root)[name].get("earlier", "")
+    line = f"# Earlier run: {earlier}.\n" if earlier else ""
+    if logs:
+        run = f"last.ckpt, {EPISODES} unseen episodes, seeds {seeds_of(logs)}"
+        line = f"# Score ({run}): {score(logs)}; {frames(logs)} frames, {duration(logs)} each.\n"
+    text = re.sub(r"^# (?:Score \(|Earlier run: ).*\n", "", text, flags=re.MULTILINE)
+    begin = f"# torchrl-lightning-train experiment={name}\n"
+    return text.replace(begin, begin + line)
+
+
+def written(root: Path = PROJECT) -> dict[Path, str]:
+    """Return the texts of all pages and YAML files that contain scores."""
+    readme, guide = root / "README.md", root / GUIDE.relative_to(PROJECT)
+    tables = {"experiments": experiments_table(described(root), root), "comparison": comparison_table(root)}
+    page = guide.read_text()
+    for mark, table in {**tables, "earlier": earlier_table(root)}.items():
+        page = with_table(page, table, f"results.py: {mark}")
+    front = with_table(readme.read_text(), experiments_table(IN_README, root), "results.py: experiments")
+    heads = {path: with_score(path.read_text(), path.stem, root) for path in (root / "conf/experiment").glob("*.yaml")}
+    return {readme: front, guide: page, **heads}
+
+
+def asked(
+    description: str | None, seeds: Sequence[int], *, has_table: bool = True, has_check: bool = False
+) -> argparse.Namespace:
     """Parse the command line: ``run NAME``, with the default ``seeds``, or ``table`` if the script has a table."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run")
     running.add_argument("name")
     running.add_argument("--seeds", type=int, nargs="+", default=seeds)
+    if has_check:
+        running.add_argument("--check", action="store_true", help="train again, and compare with the stored logs")
     if has_table:
         commands.add_parser("table")
     return parser.parse_args()
 
 
-def run_all(given: Sequence[str], seeds: Iterable[int]) -> list[Row]:
-    """Train with each seed, and return all rows."""
-    with tempfile.TemporaryDirectory() as folder:
-        return [row for seed in seeds for row in run(given, seed, Path(folder, str(seed)))]
-
-
 def main() -> None:
-    """Run an experiment, or write the table."""
-    arguments = asked(__doc__, [0, 1, 2])
+    """Run or check an experiment, or write the scores."""
+    arguments = asked(__doc__, SEEDS, has_check=True)
     if arguments.command == "table":
-        GUIDE.write_text(with_table(GUIDE.read_text(), table()))
-        return
-    settings_of(arguments.name)  # raises if the experiment does not exist
-    write(arguments.name, run_all([f"experiment={arguments.name}"], arguments.seeds))
+        for path, text in written().items():
+            path.write_text(text)
+    elif not arguments.check:
+        run(arguments.name, arguments.seeds)
+    elif not check(arguments.name, arguments.seeds):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -13,20 +13,17 @@ from gymnasium.wrappers import DtypeObservation
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from stable_baselines3 import DDPG, DQN, PPO, SAC, TD3, HerReplayBuffer
-from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.noise import NormalActionNoise
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from torch import nn
 
-from benchmarks.results import EPISODES, ResultsError, Row
+from benchmarks.run_logs import ResultsError
 from kit.store import composed_run
 from torchrl_lightning import EnvironmentRecipe
 
 Arguments = dict[str, Any]
 ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh}
-UNSEEN = 10_000
-"""Offset between the seed of a run and the seed of the episodes that its last model plays."""
 SAME: dict[str, Any] = {
     "model.optimizer": None,
     "model.entropy_schedule": "constant",
@@ -57,7 +54,7 @@ class Twin:
     """The Stable-Baselines3 twin of an experiment. Raise ResultsError if the experiment does not have a twin."""
 
     def __init__(self, name: str) -> None:
-        cfg = composed_run(f"experiment={name}")
+        self.config = cfg = composed_run(f"experiment={name}")
         kinds: dict[str, tuple[Any, Callable[[], Arguments], str]] = {
             "PPO": (PPO, self._ppo, "GAEBuffer"),
             "SAC": (SAC, self._sac, "ExperienceBuffer"),
@@ -84,8 +81,8 @@ class Twin:
         self.data, self.model, self.buffer = plain["data"], plain["model"], plain["data"]["buffer"]
         self.gamma: float = self.buffer.get("gamma") or self.model.get("gamma") or 0.99
 
-    def run(self, seed: int) -> Row:
-        """Train with a seed, and play unseen episodes with the last model."""
+    def train(self, seed: int) -> tuple[Callable[[Any], Any], int, float]:
+        """Train with a seed; return a function from observations to actions, the frames and the processor minutes."""
         environments: Any = DummyVecEnv([self.environment] * self.data["num_envs"])
         shown, earned = bool(self.data["normalize_observation"]), self.data["normalize_reward"]
         if shown or earned:
@@ -104,13 +101,12 @@ class Twin:
         began = time.process_time()
         model.learn(self.data["total_frames"])
         minutes = (time.process_time() - began) / 60
-        played: Any = DummyVecEnv([self.environment])
-        if shown:
-            played = VecNormalize(played, False, norm_reward=False, clip_obs=clip, gamma=self.gamma, epsilon=epsilon)
-            played.obs_rms = environments.obs_rms
-        played.seed(seed + UNSEEN)
-        mean, deviation = evaluate_policy(model, played, n_eval_episodes=EPISODES, deterministic=True)
-        return Row(seed, model.num_timesteps, float(np.mean(mean)), float(np.mean(deviation)), EPISODES, minutes)
+
+        def predict(observation: Any) -> Any:
+            values = environments.normalize_obs(observation) if shown else observation
+            return model.predict(values, deterministic=True)[0]
+
+        return predict, model.num_timesteps, minutes
 
     def environment(self) -> Any:
         env = self.recipe()

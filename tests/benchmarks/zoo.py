@@ -1,41 +1,105 @@
-"""Train the experiments with Stable-Baselines3 at the same settings, and log their scores.
+"""Train the experiments with Stable-Baselines3 at the same settings, and store their runs.
 
-    python tests/benchmarks/zoo.py run NAME [--seeds 0 1 2]
+    python tests/benchmarks/zoo.py run NAME [--seeds 0 1 2 3 4]
 
-``run`` trains ``experiment=NAME`` with Stable-Baselines3 for the same number of frames. It plays 100 unseen episodes
-with the last model of each seed and writes ``examples/results/stable_baselines3/NAME.csv``. ``results.py table`` adds
-these scores as a column; ``results.py run NAME`` repeats our own runs. The settings come from the experiment. Settings
-without a counterpart in Stable-Baselines3 raise an error. All runs use one thread.
+``run`` trains ``experiment=NAME`` with Stable-Baselines3 for the same number of frames. The last model of each seed
+plays the 100 unseen episodes that ``torchrl-lightning-evaluate`` plays: the same environments with the same seeds. The
+runs are in ``examples/results/stable_baselines3/NAME``, in the format of ``run_logs.py``, without a curve.
+``results.py table`` compares them with ours. The settings come from the experiment. Settings without a counterpart in
+Stable-Baselines3 raise an error. All runs use one thread.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import one_thread
-from benchmarks.results import PEER, ResultsError, settings_of, write
 
 if __name__ == "__main__":
     one_thread(pin=False)
 
+import numpy as np
+import torch
+import yaml
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+
+from benchmarks import run_logs
+from benchmarks.results import SEEDS, asked
+from benchmarks.run_logs import EPISODES, PROJECT, ResultsError, RunLog, Score, log_path
+from torchrl_lightning.cli.config.instantiate import build_part
+
+Predict = Callable[[Any], np.ndarray[Any, Any]]
+"""Maps observations of several environments, an array or a dict of arrays, to actions."""
+
+
+class PeerPolicy(TensorDictModuleBase):
+    """The policy of another library for our evaluation."""
+
+    def __init__(self, predict: Predict, keys: list[str]) -> None:
+        super().__init__()
+        self.predict, self.in_keys, self.out_keys = predict, keys, ["action"]
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the actions for all environments."""
+        values = {key: tensordict[key].numpy() for key in self.in_keys}
+        actions = self.predict(values["observation"] if len(values) == 1 else values)
+        return tensordict.set("action", torch.as_tensor(actions))
+
+
+def play(config: Any, predict: Predict, episodes: int = EPISODES) -> TensorDict:
+    """Play the episodes of ``torchrl-lightning-evaluate`` with the policy of another library.
+
+    ``predict`` receives the observations of the environments: it normalises them itself.
+    """
+    seed = yaml.safe_load((PROJECT / "conf" / "evaluate.yaml").read_text())["seed"]
+    data = build_part(config, "data", seed=seed, normalize_observation=False)
+    data.setup("validate")
+    try:
+        policy = PeerPolicy(predict, [*map(str, data.specs.observation.keys())])
+        return data.evaluate(policy, episodes, deterministic=True)
+    finally:
+        data.close()
+
+
+def record(path: Path, commit: str, twin: Any) -> RunLog:
+    """Train the run of a log with Stable-Baselines3, and play the episodes of our evaluation."""
+    name, seed = path.parent.name, int(path.stem.removeprefix("seed_"))
+    predict, frames, minutes = twin.train(seed)
+    episodes = play(twin.config, predict)
+    returns = episodes["episode_return"].double()
+    return RunLog(
+        run_logs.command_of(path),
+        run_logs.config_digest(name),
+        commit,
+        run_logs.versions(twin.config, "stable_baselines3"),
+        run_logs.processor(),
+        torch.get_num_threads(),
+        seed,
+        frames,
+        minutes,
+        Score(float(returns.mean()), float(returns.std(correction=0))),
+        None,
+        float(episodes["success"].double().mean()) if "success" in episodes else None,
+        (),
+    )
+
 
 def main() -> None:
-    """Run the twin of an experiment."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    running = commands.add_parser("run")
-    running.add_argument("name")
-    running.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    arguments = parser.parse_args()
-    settings = settings_of(arguments.name)  # raises if the experiment does not exist
+    """Run the twin of an experiment with each seed."""
+    arguments = asked(__doc__, SEEDS, has_table=False)
+    run_logs.composed(arguments.name)  # raises if the experiment does not exist
     from benchmarks.twin import Twin
 
     twin = Twin(arguments.name)
-    write(arguments.name, [twin.run(seed) for seed in arguments.seeds], PEER, settings)
+    for seed in arguments.seeds:
+        path = log_path(arguments.name, seed, peer=True)
+        record(path, run_logs.code_commit(), twin).write(path)
 
 
 if __name__ == "__main__":

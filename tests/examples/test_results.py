@@ -1,128 +1,171 @@
-"""The logs of the experiments' scores, and the guide's table that is built from them."""
+"""The scores of the README, the guide and the YAML files, which are built from the logs of the runs."""
 
 from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from benchmarks import results
-from benchmarks.results import (
-    BEGIN,
-    GUIDE,
-    RESULTS,
-    ResultsError,
-    Row,
-    ended,
-    logged,
-    of_peer,
-    picture,
-    read,
-    shown,
-    table,
-    with_table,
-)
+from benchmarks import earlier_logs, results
+from benchmarks.earlier_logs import RESULTS, Row, read, settings_of
+from benchmarks.results import GUIDE, difference, earlier_table, picture, rows_of, with_success, written
+from benchmarks.run_logs import PEER, PROJECT, Evaluation, ResultsError, RunLog, Score, config_digest, log_path
 
 NAME = "ppod_minigrid_keycorridor"
 ROWS = [Row(0, 100, -1.5, 0.25, 0), Row(0, 200, 3.0, 0.5, 100, 1.25)]
 
 
-def test_guide_has_the_table_that_the_logs_make():
-    page = GUIDE.read_text()
-    assert with_table(page, table()) == page, "run python tests/benchmarks/results.py table"
-    assert page.count(BEGIN) == 1
+def write(name: str, rows: list[Row], folder: Path, settings: str | None = None) -> None:
+    earlier_logs.write(name, rows, folder, settings or settings_of(name))
 
 
-def test_what_is_written_is_read_again_as_long_as_the_settings_are_the_same(tmp_path, monkeypatch):
-    results.write(NAME, ROWS, tmp_path)
-    path = tmp_path / f"{NAME}.csv"
-    assert read(path) == ROWS
-    changed = tmp_path / "conf"
-    shutil.copytree(results.CONF, changed)
-    monkeypatch.setattr(results, "CONF", changed)
-    yaml = changed / f"{NAME}.yaml"
-    yaml.write_text(f"# another comment\n{yaml.read_text()}")
-    assert read(path) == ROWS
-    before = results.settings_of("ppod_minigrid_multiroom")
-    yaml.write_text(yaml.read_text().replace("total_frames: 5", "total_frames: 6"))
-    with pytest.raises(ResultsError, match=r"is of the settings \w+, the experiment has \w+\. Run it again: python"):
-        read(path)
-    assert results.settings_of("ppod_minigrid_multiroom") != before  # it includes this one
+def write_log(name: str, seed: int, score: float, root: Path, peer: bool = False, success: float | None = None) -> None:
+    """Write a log of the present format."""
+    path = log_path(name, seed, root, peer)
+    command = f"torchrl-lightning-train experiment={name} seed={seed}"
+    if peer:
+        command = f"python tests/benchmarks/zoo.py run {name} --seeds {seed}"
+    origin = (command, config_digest(name, root), "0" * 40, "python 3.11.9", "A processor", 1)
+    curve = () if peer else (Evaluation(100, -1.5, 0.25),)
+    RunLog(*origin, seed, 98304, 3.5, Score(score, 2.0), None, success, curve).write(path)
 
 
-def test_share_that_succeeds_is_read_again_and_stands_behind_the_score(tmp_path):
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Return a project with our configs, pages and logs."""
+    shutil.copytree(PROJECT / "conf", tmp_path / "conf")
+    shutil.copytree(RESULTS, tmp_path / "examples" / "results")
+    (tmp_path / "examples" / "guide").mkdir()
+    shutil.copy(GUIDE, tmp_path / "examples" / "guide")
+    shutil.copy(PROJECT / "README.md", tmp_path)
+    return tmp_path
+
+
+def test_pages_and_yaml_files_have_the_scores_that_the_logs_make():
+    for path, text in written().items():
+        assert path.read_text() == text, "Run: python tests/benchmarks/results.py table"
+
+
+def test_new_log_replaces_the_score_of_the_earlier_run(root):
+    readme, guide, head = (
+        root / "README.md",
+        root / GUIDE.relative_to(PROJECT),
+        root / "conf/experiment/ppo_cartpole.yaml",
+    )
+    for seed, score in enumerate((490.0, 500.0, 480.0)):
+        write_log("ppo_cartpole", seed, score, root)
+    texts = written(root)
+    row = "| `ppo_cartpole` | PPO with `GAEBuffer` | 490 +- 10 | 0 to 2 | 98,304 | 3.5 min |  |"
+    assert row in texts[readme].splitlines()
+    assert row in texts[guide].splitlines()
+    run = "# Score (last.ckpt, 100 unseen episodes, seeds 0 to 2): 490 +- 10; 98,304 frames, 3.5 min each."
+    assert run in texts[head].splitlines()
+    assert "Earlier run" not in texts[head]
+    assert "Earlier run" in texts[head.with_name("ppo_pendulum.yaml")]
+    for path, text in texts.items():
+        path.write_text(text)
+    assert written(root) == texts
+    log_path("ppo_cartpole", 2, root).unlink()
+    assert "Earlier run" not in written(root)[head]
+    shutil.rmtree(log_path("ppo_cartpole", 0, root).parent)
+    assert written(root)[readme] == (PROJECT / "README.md").read_text()
+
+
+def test_column_of_earlier_runs_ends_with_the_last_earlier_run(root):
+    write_log("ppo_cartpole", 0, 0.964, root, success=0.5)
+    table = results.experiments_table(["ppo_cartpole"], root)
+    assert "earlier run" not in table
+    assert "| 0.964; success rate 0.50 | 0 | 98,304 | 3.5 min |" in table
+
+
+def test_typed_score_is_found(root):
+    guide = root / GUIDE.relative_to(PROJECT)
+    guide.write_text(guide.read_text().replace("500, 500, 500", "500, 500, 499", 1))
+    assert written(root)[guide] != guide.read_text()
+
+
+def test_peer_is_compared_by_the_difference_of_the_means(root):
+    name = "sac_hopper"
+    for seed, (ours, theirs) in enumerate([(10.0, 21.0), (12.0, 20.0), (11.0, 22.0)]):
+        write_log(name, seed, ours, root)
+        write_log(name, seed, theirs, root, peer=True)
+    (row,) = [line for line in results.comparison_table(root).splitlines() if name in line]
+    assert "| 10, 12, 11 | 11 +- 1 | 21 +- 1 (seeds 0 to 2) | -10 (" in row
+    assert "| behind | 2326 +- 1130 (v3" in row
+    assert name not in earlier_table(root)
+    assert difference([5.0] * 3, [5.0] * 3)[1] == "equal"
+    assert difference([5.0, 6.0, 7.0], [1.0, 2.0, 3.0])[1] == "ahead"
+    assert difference([5.0, 1.0, 7.0], [1.0, 2.0, 3.0])[1] == "not clearly different"
+    assert difference([5.0], [1.0, 2.0, 3.0]) == ("3", "not known: too few seeds")
+
+
+def test_earlier_log_is_read_as_long_as_the_settings_are_the_same(tmp_path, monkeypatch):
     rows = [replace(ROWS[0], success=0.5), replace(ROWS[1], success=0.91)]
-    results.write(NAME, rows, tmp_path)
-    assert read(tmp_path / f"{NAME}.csv") == rows
-    assert list(map(shown, [rows[1], ROWS[1]])) == ["3 (0.91)", "3"]
+    write(NAME, rows, tmp_path)
+    path = tmp_path / f"{NAME}.csv"
+    assert read(path) == rows
+    assert list(map(with_success, [rows[1], ROWS[1]])) == ["3 (0.91)", "3"]
+    changed = tmp_path / "conf"
+    shutil.copytree(earlier_logs.CONF, changed)
+    monkeypatch.setattr(earlier_logs, "CONF", changed)
+    before, demonstrations = settings_of("ppod_minigrid_multiroom"), tmp_path / "demonstrations"
+    yaml = changed / f"{NAME}.yaml"
+    yaml.write_text(yaml.read_text().replace("total_frames: 5", "total_frames: 6"))
+    with pytest.raises(ResultsError, match=r"settings of .* must be \w+, got \w+\. Run it again: python"):
+        read(path)
+    assert settings_of("ppod_minigrid_multiroom") != before  # it includes this one
+    before = settings_of(NAME)
+    shutil.copytree(earlier_logs.DEMONSTRATIONS, demonstrations)
+    monkeypatch.setattr(earlier_logs, "DEMONSTRATIONS", demonstrations)
+    (demonstrations / "keycorridor" / "another.safetensors").write_bytes(b"0")
+    assert settings_of(NAME) != before
+    path.write_text((RESULTS / f"{NAME}.csv").read_text().replace("version 1", "version 2"))
+    with pytest.raises(ResultsError, match="must begin with '# version 1', got '# version 2"):
+        read(path)
 
 
 def test_other_seeds_stay_in_the_same_settings(tmp_path):
     path, seeds = tmp_path / f"{NAME}.csv", [[replace(row, seed=seed) for row in ROWS] for seed in (0, 1, 2)]
     for rows in (seeds[0] + seeds[2], seeds[1]):
-        results.write(NAME, rows, tmp_path)
+        write(NAME, rows, tmp_path)
     assert read(path) == [*seeds[0], *seeds[1], *seeds[2]]
     again = [replace(row, score=9.0) for row in seeds[2]]
-    results.write(NAME, again, tmp_path)
+    write(NAME, again, tmp_path)
     assert read(path) == seeds[0] + seeds[1] + again
-    results.write(NAME, seeds[0], tmp_path, settings="0123456789ab")  # the stored rows have other settings
+    write(NAME, seeds[0], tmp_path, settings="0123456789ab")  # the stored rows have other settings
     assert read(path, "0123456789ab") == seeds[0]
 
 
-def test_demonstrations_are_settings(tmp_path, monkeypatch):
-    before = [results.settings_of(name) for name in (NAME, "ppo_acrobot")]
-    changed = tmp_path / "demonstrations"
-    shutil.copytree(results.DEMONSTRATIONS, changed)
-    monkeypatch.setattr(results, "DEMONSTRATIONS", changed)
-    assert [results.settings_of(name) for name in (NAME, "ppo_acrobot")] == before
-    (changed / "keycorridor" / "another.safetensors").write_bytes(b"0")
-    assert results.settings_of(NAME) != before[0]
-    assert results.settings_of("ppo_acrobot") == before[1]
-
-
-def test_another_version_or_experiment_is_refused(tmp_path):
-    path = tmp_path / f"{NAME}.csv"
-    path.write_text((RESULTS / f"{NAME}.csv").read_text().replace("version 1", "version 2"))
-    with pytest.raises(ResultsError, match="begins with '# version 2"):
-        read(path)
-    with pytest.raises(ResultsError, match="there is no experiment none"):
-        results.settings_of("none")
-
-
-def test_log_and_the_last_line_of_an_evaluation_are_understood(tmp_path):
-    path = tmp_path / "metrics.csv"
-    path.write_text("eval/return,eval/return_std,step\n,,64\n2.5,0.5,128\n")
-    assert list(logged(path, 3)) == [Row(3, 128, 2.5, 0.5, 0)]
-    said = "warning\nmean evaluation return: -83.0 +- 19.5 over 100 episodes, 299008 frames, 3 s\n"
-    assert ended(said, 1, 0.5) == Row(1, 299008, -83.0, 19.5, 100, 0.5)
-    path.write_text("eval/return,eval/return_std,eval/success,step\n-9.0,0.5,0.75,128\n")
-    assert list(logged(path, 3)) == [Row(3, 128, -9.0, 0.5, 0, success=0.75)]
-    said = "mean evaluation return: -14.4 +- 12.4 over 100 episodes, success rate 0.91, 400000 frames, 12 s\n"
-    assert ended(said, 1, 0.5) == Row(1, 400000, -14.4, 12.4, 100, 0.5, 0.91)
-    with pytest.raises(ResultsError, match=r"1.*'error'"):
-        ended("error", 1, 0.5)
-
-
-def test_what_a_peer_came_to_stands_beside_it_as_long_as_the_settings_are_the_same(tmp_path):
-    assert of_peer(NAME, tmp_path) == ""
-    folder = tmp_path / results.PEER.name
-    results.write(NAME, [Row(0, 200, 1.0, 0.5, 100, 2.0)], folder)
-    assert of_peer(NAME, tmp_path) == "1 (1 seed, 2.0 minutes)"
-    results.write(NAME, [Row(seed, 200, 2.0 * seed, 0.5, 100, 2.0) for seed in (0, 1)], folder)
-    assert of_peer(NAME, tmp_path) == "1 +- 1.4 (2 seeds, 2.0 minutes)"
-    results.write(NAME, [Row(0, 200, 1.0, 0.5, 100, 2.0)], folder, settings="0123456789ab")
+def test_earlier_peer_has_a_cell_as_long_as_the_settings_are_the_same(tmp_path):
+    folder = tmp_path / "examples" / "results"
+    (folder / PEER).mkdir(parents=True)
+    (folder / "published.yaml").write_text("{}")
+    write(NAME, ROWS, folder)
+    assert "Stable" not in earlier_table(tmp_path)
+    write(NAME, [Row(0, 200, 1.0, 0.5, 100, 2.0)], folder / PEER)
+    assert "| 1 (1 seed, 2.0 minutes) |" in earlier_table(tmp_path)
+    write(NAME, [Row(seed, 200, 2.0 * seed, 0.5, 100, 2.0) for seed in (0, 1)], folder / PEER)
+    assert "| 1 +- 1.4 (2 seeds, 2.0 minutes) |" in earlier_table(tmp_path)
+    write(NAME, [Row(0, 200, 1.0, 0.5, 100, 2.0)], folder / PEER, settings="0123456789ab")
     with pytest.raises(ResultsError, match=rf"tests/benchmarks/zoo\.py.*{NAME}"):
-        of_peer(NAME, tmp_path)
+        earlier_table(tmp_path)
 
 
-def test_picture_shows_what_the_logs_say(tmp_path):
-    (tmp_path / "published.yaml").write_text(f"{NAME}: about -2.5 +- 1 (v2)\n")
-    results.write(NAME, [replace(row, seed=seed) for seed in (0, 1) for row in ROWS], tmp_path)
-    results.write(NAME, [Row(0, 200, 1.0, 0.5, 100, 2.0)], tmp_path / results.PEER.name)
-    (axes,) = picture(tmp_path / "picture.png", tmp_path).axes
-    assert axes.get_title() == NAME
+def test_picture_has_the_rows_of_present_and_earlier_logs(tmp_path):
+    folder = tmp_path / "examples" / "results"
+    (folder / PEER).mkdir(parents=True)
+    (folder / "published.yaml").write_text(f"{NAME}: about -2.5 +- 1 (v2)\n")
+    write(NAME, [replace(row, seed=seed) for seed in (0, 1) for row in ROWS], folder)
+    write(NAME, [Row(0, 200, 1.0, 0.5, 100, 2.0)], folder / PEER)
+    shutil.copytree(PROJECT / "conf", tmp_path / "conf")
+    write_log("sac_hopper", 3, 7.0, tmp_path)
+    assert rows_of("sac_hopper", tmp_path) == [Row(3, 100, -1.5, 0.25, 0), Row(3, 98304, 7.0, 2.0, 100, 3.5)]
+    axes, other = picture(tmp_path / "picture.png", tmp_path).axes
+    assert [axes.get_title(), other.get_title()] == [NAME, "sac_hopper"]
     drawn = [line.get_xydata().tolist() for line in axes.lines]
     evaluated, ended_at, theirs = [[100, -1.5]], [[200, 3.0], [200, 3.0]], [[200, 1.0]]
     assert drawn[:4] == [evaluated, evaluated, ended_at, theirs]
     assert list(axes.lines[4].get_ydata()) == [-2.5, -2.5]
+    assert [line.get_xydata().tolist() for line in other.lines] == [[[100, -1.5]], [[98304, 7.0]]]

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torchrl.data import Bounded
 
-from benchmarks import twin
-from benchmarks.results import ResultsError
+from benchmarks import twin, zoo
+from benchmarks.run_logs import ResultsError, log_path
 from benchmarks.twin import Twin
 from kit.extras import need_extra
 from kit.specs import specs_of
@@ -108,13 +108,15 @@ def test_so_is_a_setting_that_it_has_not(name, setting, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "frames"), [("ppo_acrobot", 4096), ("sac_pendulum", 2048), ("dqn_mountaincar", 2048)])
-def test_run_ends_with_unseen_episodes(name, frames, monkeypatch):
-    monkeypatch.setattr(twin, "EPISODES", 2)
+def test_run_ends_with_the_episodes_of_our_evaluation(name, frames, monkeypatch):
+    play = zoo.play
+    monkeypatch.setattr(zoo, "play", lambda *arguments: play(*arguments, episodes=2))
     made = Twin(name)
     made.data.update(total_frames=frames, warmup_frames=2000)
-    end = made.run(0)
-    assert (end.seed, end.frames, end.episodes) == (0, frames, 2)
-    assert -2000 < end.score < 0
+    log = zoo.record(log_path(name, 0, peer=True), "commit", made)
+    assert (log.seed, log.frames, log.best, log.curve) == (0, frames, None, ())
+    assert -2000 < log.last.mean < 0
+    assert "stable_baselines3" in log.versions
 
 
 class _Nowhere(Env[Any, Any]):
