@@ -4,9 +4,9 @@
     python tests/benchmarks/results.py table
 
 ``run`` trains an experiment like ``torchrl-lightning-train`` and plays 100 unseen episodes with the last and the best
-checkpoint of each seed. It writes ``examples/results/ppo_acrobot/seed_0.csv`` and so on (``run_logs.py``). Run it in a
-checkout that nobody changes meanwhile. ``--check`` trains again, and compares with the stored logs instead of replacing
-them; it exits with 1 if a run differs.
+checkpoint of each seed. It writes ``examples/results/ppo_acrobot/seed_0.csv`` and so on (``run_logs.py``). Do not
+change the checkout during a run. ``--check`` trains again, and compares with the stored logs instead of replacing them;
+it exits with 1 if a run differs.
 
 ``table`` writes the scores of all logs into the README, the heads of ``conf/experiment/*.yaml`` and
 ``examples/guide/experiments.md``, and ``redraw.py scores.png`` draws the figure of the guide.
@@ -136,6 +136,11 @@ def seeds_of(logs: Sequence[RunLog]) -> str:
     return f"{seeds[0]} to {seeds[-1]}" if is_range else ", ".join(map(str, seeds))
 
 
+def numbered(logs: Sequence[RunLog]) -> str:
+    """Return the seeds after the word seed."""
+    return f"seed{'s' * (len(logs) > 1)} {seeds_of(logs)}"
+
+
 def score(logs: Sequence[RunLog]) -> str:
     """Return mean and deviation of the scores of the last checkpoints, and the mean success rate if there is one."""
     rates = [log.success for log in logs if log.success is not None]
@@ -181,7 +186,7 @@ def comparison_table(root: Path = PROJECT) -> str:
         if logs and (peers or name in published):
             ours, theirs = [log.last.mean for log in logs], [log.last.mean for log in peers]
             each = ", ".join(map(short, ours))
-            compared = [f"{spread(theirs)} (seeds {seeds_of(peers)})", *difference(ours, theirs)] if peers else [""] * 3
+            compared = [f"{spread(theirs)} ({numbered(peers)})", *difference(ours, theirs)] if peers else [""] * 3
             rows.append([f"`{name}`", each, spread(ours), *compared, published.get(name, "")])
     return markdown(heads, rows)
 
@@ -268,7 +273,7 @@ def with_score(text: str, name: str, root: Path = PROJECT) -> str:
     logs, earlier = read_logs(name, root), described(root)[name].get("earlier", "")
     line = f"# Earlier run: {earlier}.\n" if earlier else ""
     if logs:
-        run = f"last.ckpt, {EPISODES} unseen episodes, seeds {seeds_of(logs)}"
+        run = f"last.ckpt, {EPISODES} unseen episodes, {numbered(logs)}"
         line = f"# Score ({run}): {score(logs)}; {frames(logs)} frames, {duration(logs)} each.\n"
     text = re.sub(r"^# (?:Score \(|Earlier run: ).*\n", "", text, flags=re.MULTILINE)
     begin = f"# torchrl-lightning-train experiment={name}\n"

@@ -3,7 +3,7 @@
 A log is ``examples/results/NAME/seed_S.csv``. Its head has lines ``# key: value`` with the command, the config, the
 code, the machine and the scores. The curve follows: a row for each evaluation in training. The digest of the config
 covers all groups that Hydra composes for the experiment, and its files of demonstrations. The checksum covers all other
-lines, so that nobody changes a log by hand.
+lines, so that a change by hand is found.
 """
 
 from __future__ import annotations
@@ -254,9 +254,10 @@ def environment_packages(env: Any) -> list[str]:
     recipe = {"id": env} if isinstance(env, str) else env
     if recipe.get("vectorization") == "envpool":
         return ["envpool"]
-    modules = [recipe.get("module") or ""]
-    if isinstance(recipe["id"], str) and not modules[0]:
-        point = str(gymnasium.spec(recipe["id"]).entry_point)
+    name = recipe["id"] if isinstance(recipe["id"], str) else ""
+    modules = [recipe.get("module") or name.rpartition(":")[0]]
+    if name and not modules[0]:
+        point = str(gymnasium.spec(name).entry_point)
         modules = [point.partition(".")[0], *point.split(".")[2:3]]  # gymnasium.envs.mujoco.hopper_v5:HopperEnv
     if modules == ["gymnasium_robotics"]:
         modules.append("mujoco")
@@ -317,7 +318,9 @@ def play(checkpoint: Path, root: Path = PROJECT) -> Evaluation:
 def record(path: Path, commit: str, root: Path = PROJECT) -> RunLog:
     """Train the run of a log with the command, and play 100 unseen episodes with the last and the best checkpoint."""
     name, seed = path.parent.name, int(path.stem.removeprefix("seed_"))
-    config, digest, began = composed(name, root), config_digest(name, root), processor_time()
+    config = composed(name, root)
+    origin = (command_of(path), config_digest(name, root), commit, versions(config), processor(), config.torch_threads)
+    began = processor_time()
     with tempfile.TemporaryDirectory() as folder:
         command(TRAIN, *command_of(path).split()[1:], f"hydra.run.dir={folder}", root=root)
         minutes = (processor_time() - began) / 60
@@ -326,12 +329,7 @@ def record(path: Path, commit: str, root: Path = PROJECT) -> RunLog:
         best = play(checkpoints / "best.ckpt", root) if (checkpoints / "best.ckpt").is_file() else None
         curve = tuple(read_curve(Path(folder, "csv", "metrics.csv")))
     return RunLog(
-        command_of(path),
-        digest,
-        commit,
-        versions(config),
-        processor(),
-        config.torch_threads,
+        *origin,
         seed,
         last.frames,
         minutes,

@@ -70,16 +70,14 @@ def play(config: Any, predict: Predict, episodes: int = EPISODES) -> TensorDict:
 def record(path: Path, commit: str, twin: Any) -> RunLog:
     """Train the run of a log with Stable-Baselines3, and play the episodes of our evaluation."""
     name, seed = path.parent.name, int(path.stem.removeprefix("seed_"))
+    versions = run_logs.versions(twin.config, "stable_baselines3")
+    origin = (run_logs.config_digest(name), commit, versions, run_logs.processor(), torch.get_num_threads())
     predict, frames, minutes = twin.train(seed)
     episodes = play(twin.config, predict)
     returns = episodes["episode_return"].double()
     return RunLog(
         run_logs.command_of(path),
-        run_logs.config_digest(name),
-        commit,
-        run_logs.versions(twin.config, "stable_baselines3"),
-        run_logs.processor(),
-        torch.get_num_threads(),
+        *origin,
         seed,
         frames,
         minutes,

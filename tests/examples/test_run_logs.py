@@ -102,6 +102,13 @@ def test_other_format_name_or_command_raises_with_the_remedy(root):
         config_digest("none", root)
 
 
+def test_remedy_of_a_log_of_the_peer_names_its_script(root):
+    path = log_path(NAME, 3, root, peer=True)
+    replace(LOG, seed=3).write(path)
+    with pytest.raises(ResultsError, match=rf"command must be .*again: .*/zoo\.py run {NAME} --seeds 3"):
+        run_logs.read_logs(NAME, root, peer=True)
+
+
 def test_digest_covers_demonstrations_and_not_the_seed(root):
     name, conf = "ppod_minigrid_keycorridor", root / "conf"
     before = config_digest(name, root)
@@ -222,7 +229,9 @@ def test_versions_include_the_package_of_the_environment():
     versions = run_logs.versions(composed_run(f"experiment={NAME}"))
     assert [part.split()[0] for part in versions.split(", ")] == ["python", *run_logs.LIBRARIES]
     assert run_logs.environment_packages({"id": "a-v0", "vectorization": "envpool"}) == ["envpool"]
-    assert run_logs.environment_packages({"id": "a-v0", "module": "yaml"}) == ["PyYAML"]
+    for env in ("yaml:a-v0", {"id": "a-v0", "module": "yaml"}):
+        assert run_logs.environment_packages(env) == ["PyYAML"]
+    assert run_logs.environment_packages("examples.mine:a-v0") == []
     assert run_logs.processor()
 
 
