@@ -73,7 +73,7 @@ def check(name: str, seeds: Iterable[int], root: Path = PROJECT) -> bool:
 
 def rows_of(name: str, root: Path = PROJECT, peer: bool = False) -> list[Row]:
     """Return the curves and the ends of all logs of an experiment, else the rows of its earlier log, else no rows."""
-    rows = []
+    rows: list[Row] = []
     for log in read_logs(name, root, peer):
         end = Evaluation(log.frames, *log.last, log.success)
         rows += [to_row(log.seed, row) for row in log.curve] + [to_row(log.seed, end, EPISODES, log.minutes)]
@@ -178,8 +178,10 @@ def experiments_table(names: Iterable[str], root: Path = PROJECT) -> str:
 def comparison_table(root: Path = PROJECT) -> str:
     """Return the table of the logs beside Stable-Baselines3 and published scores."""
     published = yaml.safe_load((root / "examples" / "results" / "published.yaml").read_text())
-    heads = ("experiment", "score of each seed", "mean, deviation")
-    heads += ("Stable-Baselines3, run here", "difference", "ours is", "published")
+    heads = (
+        *("experiment", "score of each seed", "mean, deviation"),
+        *("Stable-Baselines3, run here", "difference", "ours is", "published"),
+    )
     rows = []
     for name in recorded(root):
         logs, peers = read_logs(name, root), read_logs(name, root, peer=True)

@@ -129,8 +129,14 @@ class RunLog:
         _expect(path, "digest of the config", head["config"], present, "The settings have changed.")
         curve = [line.split(",") for line in lines[len(KEYS) + 1 :]]
         return cls(
-            *(head[key] for key in ("command", "config", "commit", "versions", "processor")),
-            *(int(head[key]) for key in ("threads", "seed", "frames")),
+            head["command"],
+            head["config"],
+            head["commit"],
+            head["versions"],
+            head["processor"],
+            int(head["threads"]),
+            int(head["seed"]),
+            int(head["frames"]),
             float(head["processor minutes"]),
             Score.parse(head["score of last.ckpt"]),
             Score.parse(head["score of best.ckpt"]) if head["score of best.ckpt"] else None,
