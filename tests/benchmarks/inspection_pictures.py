@@ -8,8 +8,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import results
-from benchmarks.results import ResultsError
+from benchmarks.run_logs import TRAIN, ResultsError, command
 
 INSPECT = "from torchrl_lightning.cli.inspect import main; main()"
 
@@ -33,12 +32,12 @@ class Page:
             raise ResultsError(f"{output.name} needs Chromium. Install it, or name other pictures.")
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder, "run")
-            results.command(results.TRAIN, *self.arguments, "callbacks=inspect", "seed=0", f"hydra.run.dir={run}")
+            command(TRAIN, *self.arguments, "callbacks=inspect", "seed=0", f"hydra.run.dir={run}")
             page = run / "inspect.html"
             page.write_text(unfolded(page.read_text(), self.unfold))
-            command = [chromium, "--headless", "--no-sandbox", "--no-first-run", "--disable-gpu", "--hide-scrollbars"]
-            command += [f"--user-data-dir={folder}/profile", f"--window-size=640,{self.height}"]
-            subprocess.run([*command, f"--screenshot={output}", page.as_uri()], check=True, capture_output=True)
+            browser = [chromium, "--headless", "--no-sandbox", "--no-first-run", "--disable-gpu", "--hide-scrollbars"]
+            browser += [f"--user-data-dir={folder}/profile", f"--window-size=640,{self.height}"]
+            subprocess.run([*browser, f"--screenshot={output}", page.as_uri()], check=True, capture_output=True)
 
 
 def unfolded(html: str, text: str) -> str:
