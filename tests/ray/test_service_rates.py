@@ -266,13 +266,18 @@ def test_thread_waits_for_rows_of_another_thread(ray: FakeRay) -> None:
     assert len(batches) == 6
 
 
-def test_death_does_not_let_a_thread_wait_for_draws_that_are_forgotten(ray: FakeRay, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_noticed_by", ["draw", "writer"])
+def test_death_does_not_let_a_thread_wait_for_draws_that_are_forgotten(
+    is_noticed_by: str, ray: FakeRay, tmp_path: Path
+) -> None:
     service = limited(tmp_path, ratio=1.0, error=16.0)
     service.extend(service_rows(0))
     service.draw(8)
     service.state_dict()
     write_and_draw(service, range(1, 20), 1.0)  # no snapshot contains these rows and draws
     shard_of(ray).die()
+    if is_noticed_by == "writer":  # the new shard does not know yet that this thread draws
+        service._writer.wait_until_written()
     write_and_draw(service, range(20, 40), 1.0)
     service._writer.wait_until_written()
     assert stored_times(ray)[0] == list(range(80))

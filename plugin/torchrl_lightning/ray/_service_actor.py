@@ -174,9 +174,12 @@ class ServiceActor:
                 return None
             is_draw, rows = self._waiting[request]
             others = self._has_others(set(self._callers.values()) if is_draw else self._readers, caller)
-            if has_others or others or (has_others is None and others is None):
+            if has_others or others:
                 return others
+            is_unknown = has_others is None and others is None
             if is_draw:
+                if is_unknown:
+                    return others
                 if not self._callers and others is False and not self._limiter.admits_draw(rows):
                     raise FirstCallMissing(self._limiter.describe_draw_wait(rows, "no thread has written yet"))
                 if caller not in self._callers.values():
@@ -187,11 +190,13 @@ class ServiceActor:
             else:
                 if not self._readers and others is False and not self._limiter.admits_insert(rows):
                     raise FirstCallMissing(self._limiter.describe_insert_wait(rows, "no thread has drawn yet"))
-                if caller not in self._readers or self._limiter.admits_insert(rows):
+                if self._limiter.admits_insert(rows):
                     return others
                 if self._lacks_draws:  # the draws after the snapshot are not counted, but their rows are written again
                     self._lacks_draws, self._is_catching_up = False, True
                     self._condition.notify_all()
+                    return others
+                if is_unknown or caller not in self._readers:
                     return others
                 reason = self._limiter.describe_insert_wait(rows)
             raise ServiceFault(f"A process that writes and draws waits for itself: {reason}")
