@@ -39,8 +39,7 @@ def completed(folder: Path, frames: int, *settings: str, num_ranks: int = 2) -> 
     ("number", "ranks", "num_ranks", "settings"),
     [
         (signal.SIGTERM, (1,), 2, REPLAY),
-        (signal.SIGINT, (0, 1), 2, ON_POLICY),
-        (signal.SIGTERM, (2,), 3, ON_POLICY),
+        (signal.SIGINT, (0, 1, 2), 3, ON_POLICY),
     ],
 )
 def test_stopped_ranks_save_the_same_step_and_resume_bit_for_bit(
