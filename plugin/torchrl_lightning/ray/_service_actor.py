@@ -178,11 +178,9 @@ class ServiceActor:
                 return others
             is_unknown = has_others is None and others is None
             if is_draw:
-                if is_unknown:
-                    return others
                 if not self._callers and others is False and not self._limiter.admits_draw(rows):
                     raise FirstCallMissing(self._limiter.describe_draw_wait(rows, "no thread has written yet"))
-                if caller not in self._callers.values():
+                if is_unknown or caller not in self._callers.values():
                     return others
                 if self._limiter.admits_draw(rows) and not self._missing_steps:
                     return others
