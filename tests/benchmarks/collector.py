@@ -68,36 +68,37 @@ def make_policy() -> ProbabilisticActor:
     )
 
 
-def ours(policy: nn.Module, **kwargs: object) -> Contender:
+def ours(policy: nn.Module, num_envs: int = NUM_ENVS, steps: int = STEPS, **kwargs: object) -> Contender:
     """Return a function that collects one batch with GymnasiumCollector."""
-    return GymnasiumCollector(ENV, policy, num_envs=NUM_ENVS, frames_per_batch=FRAMES, seed=0, **kwargs).rollout
+    frames = num_envs * steps
+    return GymnasiumCollector(ENV, policy, num_envs=num_envs, frames_per_batch=frames, seed=0, **kwargs).rollout
 
 
-def torchrls(policy: nn.Module, vector: bool, **kwargs: object) -> Contender:
+def torchrls(policy: nn.Module, num_envs: int, steps: int, vector: bool, **kwargs: object) -> Contender:
     """Return a function that collects one batch with TorchRL's Collector."""
 
     def single() -> TransformedEnv:
         return TransformedEnv(GymEnv(ENV, categorical_action_encoding=True), InitTracker())
 
     if vector:
-        base = SyncVectorEnv([lambda: gymnasium.make(ENV)] * NUM_ENVS, autoreset_mode=AutoresetMode.SAME_STEP)
+        base = SyncVectorEnv([lambda: gymnasium.make(ENV)] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
         env = TransformedEnv(GymWrapper(base, categorical_action_encoding=True), InitTracker())
     else:
-        env = SerialEnv(NUM_ENVS, single)
-    stream = iter(Collector(env, policy, frames_per_batch=FRAMES, total_frames=-1, **kwargs))
+        env = SerialEnv(num_envs, single)
+    stream = iter(Collector(env, policy, frames_per_batch=num_envs * steps, total_frames=-1, **kwargs))
     return lambda: next(stream)
 
 
-def rollouts() -> dict[str, Contender]:
+def rollouts(num_envs: int = NUM_ENVS, steps: int = STEPS) -> dict[str, Contender]:
     """Return the contenders that collect rollouts with the same policy."""
-    policy = make_policy()
+    policy, size = make_policy(), (num_envs, steps)
     tuned = {"trust_policy": True, "return_same_td": True, "use_buffers": False}
     return {
-        OURS: ours(policy),
-        f"{OURS}, same memory": ours(policy, return_same_td=True),
-        "torchrl, vector environment": torchrls(policy, True),
-        "torchrl, vector environment, tuned": torchrls(policy, True, **tuned),
-        "torchrl, single environments": torchrls(policy, False),
+        OURS: ours(policy, *size),
+        f"{OURS}, same memory": ours(policy, *size, return_same_td=True),
+        "torchrl, vector environment": torchrls(policy, *size, True),
+        "torchrl, vector environment, tuned": torchrls(policy, *size, True, **tuned),
+        "torchrl, single environments": torchrls(policy, *size, False),
     }
 
 

@@ -46,6 +46,8 @@ if __name__ == "__main__" and sys.argv[1:2] == ["row"]:
     one_thread()
     warnings.simplefilter("ignore")
 
+from benchmarks import run_logs
+
 FOLDER = Path(__file__).parents[2] / "examples" / "results" / "speed"
 PACKAGES = ("torch", "torchrl", "numpy", "stable-baselines3", "sbx-rl", "rejax", "jax", "envpool", "cpprb")
 MINUTES = 30
@@ -58,7 +60,10 @@ def end_to_end(name: str, repetitions: int, scale: float) -> tuple[Measured, dic
     from benchmarks.end_to_end import ANY_SBX, LEAN, OURS, REJAX, SB3, SBX, measure, runs
 
     run = runs(scale)[name]()
-    peers = {"ppo_pong": (LEAN,)}.get(name, (REJAX,) if name.startswith("ppo") else (SB3, LEAN, *ANY_SBX))
+    if name == "ppo_pong":
+        peers: tuple[str, ...] = (LEAN,)
+    else:
+        peers = (REJAX,) if name.startswith("ppo") else (SB3, LEAN, *ANY_SBX)
     asked = {key: training for key, training in run.contenders.items() if key in (OURS, *peers)}
     speeds = measure(replace(run, contenders=asked), repetitions)
     middle = {key: statistics.median(values) for key, values in speeds.items()}
@@ -73,8 +78,7 @@ def collecting(num_envs: int, steps: int) -> tuple[Measured, dict[str, float]]:
     """Return microseconds per rollout, and the ratio to TorchRL's fastest way."""
     from benchmarks import collector
 
-    collector.NUM_ENVS, collector.STEPS, collector.FRAMES = num_envs, steps, num_envs * steps
-    contenders = collector.rollouts()
+    contenders = collector.rollouts(num_envs, steps)
     del contenders["torchrl, single environments"]  # the slowest
     timings = compare(contenders, repetitions=9, seconds=0.05)
     ratio = collector.factor(timings, "torchrl,")
@@ -145,8 +149,6 @@ ROWS: dict[str, Callable[[], tuple[Measured, dict[str, float]]]] = {
 
 def machine() -> dict[str, Any]:
     """Return the time, the load and the versions."""
-    cpu = Path("/proc/cpuinfo")
-    names = [line for line in cpu.read_text().splitlines() if line.startswith("model name")] if cpu.exists() else []
     versions = {}
     for package in PACKAGES:
         try:
@@ -156,7 +158,7 @@ def machine() -> dict[str, Any]:
     return {
         "began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "load": os.getloadavg()[0],
-        "processor": names[0].partition(": ")[2] if names else platform.machine(),
+        "processor": run_logs.processor(),
         "python": platform.python_version(),
         "versions": versions,
     }
