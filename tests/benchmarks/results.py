@@ -273,11 +273,11 @@ def with_table(page: str, table: str, mark: str) -> str:
 def with_score(text: str, name: str, root: Path = PROJECT) -> str:
     """Return the YAML of an experiment with its score, or the score of earlier runs, in a line of its head."""
     logs, earlier = read_logs(name, root), described(root)[name].get("earlier", "")
-    line = f"# Earlier run: {earlier}.\n" if earlier else ""
+    line = f"# Earlier runs with seeds from 0: {earlier}.\n" if earlier else ""
     if logs:
         run = f"last.ckpt, {EPISODES} unseen episodes, {numbered(logs)}"
         line = f"# Score ({run}): {score(logs)}; {frames(logs)} frames, {duration(logs)} each.\n"
-    text = re.sub(r"^# (?:Score \(|Earlier run: ).*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^# (?:Score \(|Earlier runs ).*\n", "", text, flags=re.MULTILINE)
     begin = f"# torchrl-lightning-train experiment={name}\n"
     return text.replace(begin, begin + line)
 

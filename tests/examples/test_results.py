@@ -66,7 +66,7 @@ def test_new_log_replaces_the_score_of_the_earlier_run(root):
     run = "# Score (last.ckpt, 100 unseen episodes, seeds 0 to 2): 490 +- 10; 98,304 frames, 3.5 min each."
     assert run in texts[head].splitlines()
     assert "Earlier run" not in texts[head]
-    assert "Earlier run" in texts[head.with_name("ppo_pendulum.yaml")]
+    assert "# Earlier runs with seeds from 0: " in texts[head.with_name("ppo_pendulum.yaml")]
     for path, text in texts.items():
         path.write_text(text)
     assert written(root) == texts
