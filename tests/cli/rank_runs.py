@@ -31,7 +31,7 @@ _REPLAY = [
 ]
 REPLAY = ["experiment=dqn_cartpole", *_REPLAY]
 SAC = ["experiment=sac_pendulum", *_REPLAY]
-# DDP orders the gradients anew after the first step, and the sum of three numbers depends on their order.
+# DDP changes the order of the gradients after its first step, and the rounding of a sum of three depends on the order.
 STRATEGIES = {2: "ddp", 3: "ddp_find_unused_parameters_true"}
 FAMILIES = {"PPO": ON_POLICY, "DQN": REPLAY, "SAC": SAC}
 
