@@ -89,6 +89,8 @@ class _Schema(ConfigNode):
     config: DictConfig | None = None
     is_open = False
 
+    group: str
+
     def __init__(self, name: str, target: str, group: str) -> None:
         self.name, self.target, self.group = name, target, group
         self.package, self.provider = None, "torchrl-lightning"
@@ -105,6 +107,10 @@ class _Schema(ConfigNode):
     def node(self, node: DictConfig) -> None:
         self.config = node
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Schema:
+        """Return this entry: Hydra copies its whole store for each config, and copies a node when it reads it."""
+        return self
+
 
 @contextmanager
 def open_schemas() -> Iterator[None]:
@@ -118,12 +124,19 @@ def open_schemas() -> Iterator[None]:
 
 def register_schemas() -> None:
     """Store every schema in Hydra's ConfigStore; repeated calls are allowed."""
-    for target, part in schema_data().items():
-        group, nodes = f"{GROUP}/{part['group']}", ConfigStore.instance().repo
-        for level in group.split("/"):
+    for entry in _schemas():
+        nodes = ConfigStore.instance().repo
+        for level in entry.group.split("/"):
             nodes = nodes.setdefault(level, {})
-        file = f"{part['name']}.yaml"
-        nodes[file] = _Schema(file, target, group)
+        nodes[entry.name] = entry
+
+
+@cache
+def _schemas() -> list[_Schema]:
+    """Return one entry for each class, which keeps the config that it builds."""
+    return [
+        _Schema(f"{part['name']}.yaml", target, f"{GROUP}/{part['group']}") for target, part in schema_data().items()
+    ]
 
 
 def __getattr__(name: str) -> Any:

@@ -72,8 +72,8 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("launcher", ["basic", "joblib"])
-def test_error_of_one_job_is_one_line_and_the_others_run(launcher: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", [["hydra/launcher=basic"], ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]])
+def test_error_of_one_job_is_one_line_and_the_others_run(launcher: list[str], tmp_path: Path) -> None:
     calls, messages = zip(*ERRORS.values(), strict=True)
 
     def task(cfg: Any) -> float:
@@ -81,7 +81,7 @@ def test_error_of_one_job_is_one_line_and_the_others_run(launcher: str, tmp_path
         return calls[cfg.seed]() if cfg.seed < len(calls) else 1.0  # type: ignore[no-any-return]
 
     count = len(ERRORS) + 1
-    arguments = [f"seed={','.join(map(str, range(count)))}", f"hydra/launcher={launcher}", "data.total_frames=64"]
+    arguments = [f"seed={','.join(map(str, range(count)))}", *launcher, "data.total_frames=64"]
     status, lines = sweep(tmp_path, task, "--multirun", *arguments)
     assert {path.name for path in tmp_path.glob("*") if path.is_file()} == {str(seed) for seed in range(count)}
     assert status == 1

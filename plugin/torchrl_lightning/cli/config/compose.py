@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import replace
 from decimal import Decimal
 from functools import partial
@@ -61,6 +62,8 @@ from torchrl_lightning.cli.error_messages import (
 # A number such as 1e5. Hydra reads it as a float, but the setting may be an integer.
 _POWER_OF_TEN = re.compile(r"(?<=[=,])\d+(?:\.\d+)?[eE]\+?\d{1,2}(?=,|$)")
 
+_OWN_FILES: dict[tuple[Path, str], ConfigResult] = {}  # loaded files of this package
+
 _PROVIDERS = {"hydra", "main", "torchrl-lightning", "schema"}  # providers of configs that are not from a user
 
 
@@ -93,14 +96,20 @@ def _load_limited(load: Callable[[str], ConfigResult], folder: Path, config_path
     return load(config_path)
 
 
-def _limit_files(sources: list[ConfigSource]) -> None:
-    """Check each file in the folder of ``--config-dir`` before loading, because the folder may be untrusted."""
+def _load_once(load: Callable[[str], ConfigResult], folder: Path, config_path: str) -> ConfigResult:
+    """Load a config file of this package once, because each job of a sweep asks for it."""
+    if (folder, config_path) not in _OWN_FILES:
+        _OWN_FILES[folder, config_path] = load(config_path)
+    return deepcopy(_OWN_FILES[folder, config_path])  # Hydra changes what it loads
+
+
+def _wrap_files(sources: list[ConfigSource]) -> None:
+    """Load our own files once. Check other files before each loading, because ``--config-dir`` may be untrusted."""
     own_folders = {str(CONF_DIR), str(EXPORT_DIR)}
     for source in sources:
-        if source.scheme() == "file" and source.path not in own_folders:
-            source.load_config = partial(  # type: ignore[method-assign]
-                _load_limited, source.load_config, Path(source.path)
-            )
+        if source.scheme() == "file":
+            load = _load_once if source.path in own_folders else _load_limited
+            source.load_config = partial(load, source.load_config, Path(source.path))  # type: ignore[method-assign]
 
 
 def _check_search_path(overrides: list[Override]) -> None:
@@ -126,9 +135,9 @@ class CommandLoader(ConfigLoader):
 
     def __init__(self, hydra: ConfigLoader, *, resumes: bool) -> None:
         self._hydra, self._resumes = hydra, resumes
-        _limit_files(hydra.get_sources())
+        _wrap_files(hydra.get_sources())
         self._records: dict[Path, Record | None] = {}
-        self._single_run_config: DictConfig | None = None
+        self._next_config: tuple[list[str], DictConfig] | None = None  # overrides of the next load and their config
         self._dropped_settings: list[tuple[DictConfig, list[str]]] = []  # configs and their dropped settings
         self._printed_notes: set[str] = set()
 
@@ -161,7 +170,7 @@ class CommandLoader(ConfigLoader):
                     config.hydra.mode = RunMode.RUN
                     config.hydra.overrides.hydra.append("hydra.mode=RUN")
                 if config.hydra.mode == RunMode.RUN:
-                    self._single_run_config = config
+                    self._next_config = overrides, config
                 return config.hydra.mode
         except HydraException as error:
             if not str(error).startswith("You must specify"):  # a sweep may leave a group unselected
@@ -180,10 +189,10 @@ class CommandLoader(ConfigLoader):
         from_shell: bool = True,
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
-        """Compose a config."""
-        if self._single_run_config is not None:
-            config, self._single_run_config = self._single_run_config, None
-            return config
+        """Compose a config, unless the last check has composed the same one."""
+        checked, self._next_config = self._next_config, None
+        if checked is not None and checked[0] == overrides:
+            return checked[1]
         overrides = [_POWER_OF_TEN.sub(_as_integer, override) for override in overrides]
         if run_mode == RunMode.RUN and (values := self._values(overrides, Override.is_sweep_override)):
             # Hydra rejects several values in a single run. Report a misspelt name first, as it is likelier.
@@ -216,6 +225,12 @@ class CommandLoader(ConfigLoader):
             )
         OmegaConf.copy_cache(from_config=master_config, to_config=config)
         return config
+
+    def check_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str], is_next: bool) -> None:
+        """Compose the config of one run of a sweep to find its errors, and keep it if this run is loaded next."""
+        config = self.load_sweep_config(master_config, sweep_overrides)
+        if is_next:
+            self._next_config = [*master_config.hydra.overrides.hydra, *sweep_overrides], config
 
     def _compose(self, lines: list[str], request: _Request) -> DictConfig:
         """Compose a config. If this fails in a sweep, use the first valid options of the swept groups and classes.

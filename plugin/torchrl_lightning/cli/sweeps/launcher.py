@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, Self
 
@@ -77,7 +78,7 @@ class JobLauncher(Launcher):
         launcher: The launcher.
         task: The task of the jobs.
         config: The config of the sweep.
-        context: Hydra's context.
+        check: Composes the config of a job from its overrides, and keeps it if this job runs next.
         search: The search that the jobs belong to, or None.
         ignored_interrupts: Records each Ctrl-C that the interpreter has ignored.
         raises: Whether the sweeper accepts results that raise their error.
@@ -88,12 +89,12 @@ class JobLauncher(Launcher):
         launcher: Launcher,
         task: JobTask,
         config: DictConfig,
-        context: HydraContext,
+        check: Callable[[list[str], bool], None],
         search: Search | None,
         ignored_interrupts: IgnoredInterrupts,
         raises: bool,
     ) -> None:
-        self._launcher, self._task, self._config, self._context = launcher, task, config, context
+        self._launcher, self._task, self._config, self._check = launcher, task, config, check
         self._search, self._raises = search, raises
         self._ignored_interrupts = ignored_interrupts
         overrides = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
@@ -113,7 +114,8 @@ class JobLauncher(Launcher):
         ]
         if self._search is not None:
             jobs = [[*job, *self._search.overrides(trial)] for job, trial in zip(jobs, trials, strict=True)]
-        errors = [self._composition_error(job, label) for job, label in zip(jobs, labels, strict=True)]
+        runs_next = len(jobs) == 1 and isinstance(self._launcher, BasicLauncher)
+        errors = [self._composition_error(job, label, runs_next) for job, label in zip(jobs, labels, strict=True)]
         if self._search is None and all(errors) and self.finished == 0:  # a mistake of the command
             message = f"{str(errors[0]).removeprefix('error: ')} {self._count(len(jobs), len(jobs))}"
             raise UsageError(message) from errors[0]
@@ -130,10 +132,10 @@ class JobLauncher(Launcher):
             self._search.end_if_too_many_failed(self.failed)
         return all_results if self._raises else [_without_error(result) for result in all_results]
 
-    def _composition_error(self, job: list[str], label: str) -> JobError | None:
+    def _composition_error(self, job: list[str], label: str, runs_next: bool) -> JobError | None:
         """Compose the config of a job, and return the error if this is impossible."""
         try:
-            self._context.config_loader.load_sweep_config(self._config, list(job))
+            self._check(job, runs_next)
         except SystemExit as end:
             if is_stop(end):
                 raise
@@ -214,8 +216,9 @@ def run_sweep(hydra: Any, config_name: str, task: Callable[[Any], Any], override
             direction = config.hydra.sweeper.direction
             job_task.objectives = len(direction) if isinstance(direction, ListConfig) else 1
         ignored_interrupts = stack.enter_context(IgnoredInterrupts())
+        check = partial(hydra.config_loader.check_sweep_config, config)
         launcher = JobLauncher(
-            implementation.launcher, job_task, config, context, search, ignored_interrupts, raises=not is_basic
+            implementation.launcher, job_task, config, check, search, ignored_interrupts, raises=not is_basic
         )
         if not isinstance(implementation.launcher, BasicLauncher):
             # A launcher ends its processes if the signal raises an exception. A trainer here handles SIGTERM itself.
