@@ -162,6 +162,18 @@ def test_foreign_config_file_is_read_within_limits(given, text, told, run, tmp_p
     assert not Path("CANARY").exists()
 
 
+def test_folder_of_configs_may_contain_runs(run, tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ndata: {total_frames: 777}\n")
+    record = tmp_path / "logs" / "run" / ".hydra"
+    record.mkdir(parents=True)
+    (record / "overrides.yaml").write_text("- seed=1\n")
+    search = f"hydra.searchpath=[file://{tmp_path}]"
+    assert "total_frames: 777" in run("train", search, "experiment=mine", "--cfg", "job").stdout
+    (record / "overrides.yaml").write_text(BOMB)
+    assert "values, counting each alias" in run("train", search, "experiment=mine", expect=1).stderr
+
+
 def test_fifo_among_config_files_is_no_config(run, tmp_path):
     (tmp_path / "experiment").mkdir()
     os.mkfifo(tmp_path / "experiment" / "mine.yaml")

@@ -91,6 +91,25 @@ def test_mistake_in_a_file_is_named_with_the_file(defaults, settings, now, run, 
     assert matches(said.rstrip("\n"), f"error: {now}"), said
 
 
+@pytest.mark.parametrize("text", ["defaults: [override /data: gae]", "data: {total_frames: 99}"])
+@pytest.mark.parametrize("group", ["experiment", "debug", "hparams_search"])
+def test_file_without_the_package_of_the_run_is_an_error(group, text, run, tmp_path):
+    (tmp_path / group).mkdir()
+    (tmp_path / group / "mine.yaml").write_text(text)
+    said = run("train", "--config-dir", str(tmp_path), f"{group}=mine", expect=1).stderr
+    assert said.startswith("error: ")
+    assert f"{group}" in said
+    assert "mine: " in said
+    assert "write '# @package _global_' in the first line of the file" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_unknown_option_without_a_similar_one_names_the_folder_for_own_files(run):
+    said = run("train", "experiment=mine", expect=1).stderr
+    expected = "experiment=mine: unknown option; --config-dir=FOLDER adds your own FOLDER/experiment/mine.yaml."
+    assert said == f"error: {expected}\n"
+
+
 def test_setting_of_the_users_that_others_interpolate_may_be_added(run):
     width = ["+width=32", "model.network.hidden_sizes=[${width}]", "eval_checkpoint=bset"]
     assert "eval_checkpoint is 'bset'" in run("train", *width, expect=1).stderr

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from lightning.pytorch.callbacks import ProgressBar
 from omegaconf import OmegaConf
 
 from cli.commands import TINY
 from cli.conftest import Run
 from kit.processes import environment
-from torchrl_lightning.cli.config.instantiate import build_parts
+from kit.store import composed_run
+from torchrl_lightning.cli.config.instantiate import build_parts, build_trainer
 from torchrl_lightning.cli.error_messages import UsageError, format_hydra_error
 
 LAST = {"_target_": "torchrl_lightning.RolloutMetricsLogger"}
@@ -29,6 +31,28 @@ def test_null_leaves_callbacks_and_loggers_out(run: Run, tmp_path: Path) -> None
     assert not list(tmp_path.glob("run/checkpoints/best*"))
     again = run("train", "ckpt_path=run/checkpoints/last.ckpt", "data.total_frames=768", "hydra.run.dir=again")
     assert "768 frames" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bar"),
+    [
+        ([], "FramesProgressBar"),
+        (["callbacks.progress_bar=null"], None),
+        (["callbacks=none"], None),
+        (["trainer.enable_progress_bar=false"], None),
+        (["callbacks.progress_bar=null", "trainer.enable_progress_bar=false"], None),
+        (["trainer.enable_progress_bar=true"], "FramesProgressBar"),
+        (["callbacks=none", "trainer.enable_progress_bar=true"], "RichProgressBar|TQDMProgressBar"),
+    ],
+)
+def test_progress_bar_is_hidden_by_one_setting(overrides: list[str], bar: str | None, tmp_path: Path) -> None:
+    cfg = composed_run(*overrides, "logger=none", into=tmp_path)
+    callbacks = build_parts(cfg, "callbacks")
+    trainer = build_trainer(cfg, callbacks)
+    shown = trainer.progress_bar_callback
+    assert shown is None if bar is None else type(shown).__name__ in bar.split("|")
+    kept = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
+    assert all(callback in trainer.callbacks for callback in kept)
 
 
 @pytest.mark.parametrize("group", ["data", "model", "paths", "trainer"])

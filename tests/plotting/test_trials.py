@@ -162,6 +162,19 @@ def test_axis_is_logarithmic_if_the_values_are(tmp_path, figures, numbers, is_lo
     assert (figures[0].axes[0].get_xscale() == "log") == is_logarithmic
 
 
+@pytest.mark.parametrize(
+    ("record", "scale"), [("[data.num_epochs]", "log"), ("[]", "linear"), ("null", "linear"), ("5", "linear")]
+)
+def test_axis_is_logarithmic_if_the_search_records_it(record, scale, sweep, tmp_path, figures):
+    for path in sweep.rglob("hydra.yaml"):
+        kept = yaml.safe_load(path.read_text())
+        kept["hydra"]["callbacks"] = {"search": {"logarithmic": yaml.safe_load(record)}}
+        path.write_text(yaml.safe_dump(kept))
+    draw_trials(read_trials([sweep]), tmp_path / "sweep.png")
+    axes = next(axes for axes in figures[0].axes if axes.get_xlabel() == "data.num_epochs")
+    assert axes.get_xscale() == scale
+
+
 def test_runs_ended_early_are_listed_and_drawn_separately(tmp_path, figures):
     for number, end in enumerate(("", "1024,,,1024\n", "")):
         folder = write_run(tmp_path / str(number), float(number), f"model.gamma=0.{number}")

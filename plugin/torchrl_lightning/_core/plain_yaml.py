@@ -40,8 +40,12 @@ def read_config(path: str | Path) -> DictConfig:
     return config
 
 
-def check_yaml_file(path: str | Path) -> None:
+def check_yaml_file(path: str | Path, *, is_mapping: bool = True) -> None:
     """Validate the limits of a YAML file that another library reads; that library reports syntax errors.
+
+    Args:
+        path: The file.
+        is_mapping: Whether the file must contain a mapping.
 
     Raises:
         OSError: The file does not exist, or is not a regular file.
@@ -49,7 +53,7 @@ def check_yaml_file(path: str | Path) -> None:
     """
     data = read_regular(path, YAML_BYTES)
     try:
-        _check_limits(data.decode())
+        _check_limits(data.decode(), is_mapping)
     except (yaml.YAMLError, UnicodeDecodeError):
         return
     except ValueError as error:
@@ -73,7 +77,7 @@ def raw_value(config: Any, key: str) -> Any:
     return None
 
 
-def _check_limits(text: str) -> None:
+def _check_limits(text: str, is_mapping: bool = True) -> None:
     """Validate size, depth, aliases and tags of a YAML text; raise ValueError if they exceed a limit."""
     sizes: dict[str, int] = {}  # values below each anchor
     open_collections: list[
@@ -86,7 +90,7 @@ def _check_limits(text: str) -> None:
                 raise ValueError(f"the alias *{event.anchor} refers to a node that contains it, or to a missing anchor")
             count += sizes[event.anchor]
         elif isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent):
-            if not count and not isinstance(event, yaml.MappingStartEvent):
+            if is_mapping and not count and not isinstance(event, yaml.MappingStartEvent):
                 raise ValueError("it begins with a list or a string")
             if event.tag not in _TAGS:
                 raise ValueError(f"the tag {event.tag} is not a tag of plain values")

@@ -53,7 +53,8 @@ class ActorCriticModule(LossTermsModule):
         extrinsic_coeff: Weight of the advantage of the environment's reward.
         intrinsic_coeff: Weight of the intrinsic advantage; requires ``intrinsic``.
         distribution: Distribution of continuous actions: ``"normal"`` (clipped; the default) or ``"tanh_normal"``.
-        initial_std: Initial standard deviation of continuous actions, in units of half the action range.
+        initial_std: Initial standard deviation of continuous actions, in units of half the action range. Actions
+            without bounds have their own units, and ``TanhNormal`` has those of the value before the tanh.
         critics: The names of the critics if several critics learn the same reward. The value keys are ``("state_value",
             name)``.
         separate_critics: Give each critic head its own trunk.

@@ -34,7 +34,9 @@ from torchrl_lightning._hydra.paths import BASE_DIR, CONF_DIR, EXPORT_DIR
 
 SWEEP_NOTE = "in the run "  # prefix of the note that is added to an error in one run of a sweep
 # Hints for patterns in messages of Hydra or OmegaConf. KEY is replaced by the setting.
+GLOBAL_HINT = "write '# @package _global_' in the first line of the file, so that its settings are those of the run"
 _HINTS = {
+    r"@(experiment|debug|hparams_search)\.": GLOBAL_HINT,
     "value for argument|Sweep parameters": "several values need --multirun; write a list as [...], and a string in "
     "quotes",
     "^(data|model|paths|trainer): .*group override must be": "a run needs it; select an option of the group",
@@ -169,6 +171,8 @@ def format_hydra_error(error: Exception, arguments: Sequence[str]) -> str:
         group, _, option = error.missing_cfg_file.rpartition("/")
         line = f"{group or '--config-name'}={option}: unknown option"
         hint = did_you_mean(option, error.options or ())
+        if hint == "." and group:
+            hint = f"; --config-dir=FOLDER adds your own FOLDER/{group}/{option}.yaml."
         file = "" if any(re.match(rf"{group}[=@]", argument) for argument in arguments) else file
     elif isinstance(error, OSError) and error.filename is not None:
         line = f"the run folder cannot be created: {error.filename}: {error.strerror}"

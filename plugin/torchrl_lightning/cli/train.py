@@ -60,6 +60,7 @@ def train(cfg: DictConfig) -> float:
         SaveConfig,
         build_part,
         build_parts,
+        build_trainer,
         check_parts,
         trainer_errors,
     )
@@ -83,7 +84,7 @@ def train(cfg: DictConfig) -> float:
     init_from = load_init_from(cfg, changed_settings)
     if init_from is not None:
         callbacks.append(init_from)
-    trainer = build_part(cfg, "trainer", callbacks=callbacks, logger=build_parts(cfg, "logger"))
+    trainer = build_trainer(cfg, callbacks)
     # Compare the checkpoint before Lightning loads it. Lightning loads weights before the data's state, so that its
     # error for a changed environment would contain only tensor shapes.
     compare = None

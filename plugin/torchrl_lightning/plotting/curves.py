@@ -55,6 +55,7 @@ class Run:
     origin: Run | None
     config: Any = None
     choices: Mapping[str, str | None] = field(default_factory=dict)
+    logarithmic: frozenset[str] = frozenset()
 
     @property
     def label(self) -> str:
@@ -170,7 +171,7 @@ def _read_run(path: Path, continued_by: frozenset[Path] = frozenset()) -> Run | 
     if folder is None or folder in continued_by or not (folder / ".hydra" / "hydra.yaml").is_file():
         return None
     config = read_config(folder / ".hydra" / "config.yaml")
-    choices, overrides, cwd = _read_hydra_record(folder / ".hydra" / "hydra.yaml")
+    choices, overrides, cwd, logarithmic = _read_hydra_record(folder / ".hydra" / "hydra.yaml")
     settings = changed_settings(overrides, choices)
     seed, checkpoint = raw_value(config, "seed"), raw_value(config, "ckpt_path")
     origin = None
@@ -183,11 +184,12 @@ def _read_run(path: Path, continued_by: frozenset[Path] = frozenset()) -> Run | 
         settings = in_order({key: value for key, value in settings.items() if key not in ENDS} | limits)
     if not isinstance(seed, int | float | str | None):
         seed = str(seed)
-    return Run(folder, base_name(choices) or default_label(path), settings, seed, origin, config, choices)
+    name = base_name(choices) or default_label(path)
+    return Run(folder, name, settings, seed, origin, config, choices, logarithmic)
 
 
-def _read_hydra_record(path: Path) -> tuple[dict[str, str | None], list[str], str]:
-    """Return the selected groups, the overrides and the working directory in Hydra's record of a run.
+def _read_hydra_record(path: Path) -> tuple[dict[str, str | None], list[str], str, frozenset[str]]:
+    """Return the selected groups, the overrides, the working directory and the logarithmic settings in Hydra's record.
 
     Raises:
         ValueError: The file is not a record of Hydra.
@@ -201,7 +203,9 @@ def _read_hydra_record(path: Path) -> tuple[dict[str, str | None], list[str], st
     printable_choices = {
         printable(group): None if option is None else printable(option) for group, option in choices.items()
     }
-    return printable_choices, [printable(override) for override in overrides], cwd
+    logarithmic = raw_value(hydra, "hydra.callbacks.search.logarithmic")
+    names = frozenset(map(str, logarithmic)) if isinstance(logarithmic, list) else frozenset()
+    return printable_choices, [printable(override) for override in overrides], cwd, names
 
 
 def _read_log(path: Path, run: Run | None, metric: str, x: str) -> _Log:

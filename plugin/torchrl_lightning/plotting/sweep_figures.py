@@ -36,20 +36,23 @@ class _Scale:
         return (positions - positions.min()) / (np.ptp(positions) or 1.0)
 
 
-def _scale(values: Sequence[str]) -> _Scale:
+def _scale(trials: Sequence[Trial], key: str) -> _Scale:
+    values = [trial.settings[key] for trial in trials]
     numbers = [value_as_number for value_as_number in map(parse_number, values) if value_as_number is not None]
     if len(set(numbers)) < 2 or len(numbers) < len(values):
         names = sorted({*values})
         return _Scale([float(names.index(value)) for value in values], [printable(shortened(name)) for name in names])
-    return _Scale(numbers, None, _is_logarithmic(sorted(set(numbers))))
+    is_recorded = min(numbers) > 0 and any(key in trial.logarithmic for trial in trials)
+    return _Scale(numbers, None, is_recorded or _is_logarithmic(sorted(set(numbers))))
 
 
 def draw_trials(trials: Sequence[Trial], output: str | Path, metric: str = SCORE, title: str | None = None) -> Path:
     """Plot the scores against each varied setting, with standard deviations over seeds, and highlight the best trial.
 
-    A numeric axis is logarithmic if the values span three decades, or if they span one decade and are more evenly
-    spaced on a logarithmic scale. The values of a setting are categories if any of them is not a number, for example an
-    unrecorded default. Each run limit has its own marker. The marker of a trial that was ended early is hollow.
+    A numeric axis is logarithmic if a search sampled the setting on a logarithmic scale, if the values span three
+    decades, or if they span one decade and are more evenly spaced on a logarithmic scale. The values of a setting are
+    categories if any of them is not a number, for example an unrecorded default. Each run limit has its own marker. The
+    marker of a trial that was ended early is hollow.
     """
     keys = list(trials[0].settings)
     # The run limits of each trial, without limits that are equal in all trials.
@@ -65,7 +68,7 @@ def draw_trials(trials: Sequence[Trial], output: str | Path, metric: str = SCORE
         for key, axes in zip(keys, grid, strict=True):
             _draw_setting(
                 axes,
-                [trial.settings[key] for trial in trials],
+                key,
                 trials,
                 [markers[run_limit] for run_limit in run_limits],
             )
@@ -74,10 +77,10 @@ def draw_trials(trials: Sequence[Trial], output: str | Path, metric: str = SCORE
     return Path(output)
 
 
-def _draw_setting(axes: Any, values: Sequence[str], trials: Sequence[Trial], markers: Sequence[str]) -> None:
+def _draw_setting(axes: Any, key: str, trials: Sequence[Trial], markers: Sequence[str]) -> None:
     from matplotlib.ticker import LogFormatter
 
-    scale = _scale(values)
+    scale = _scale(trials, key)
     if scale.names is not None:
         axes.set_xticks(range(len(scale.names)), scale.names, rotation=0 if len(scale.names) < 4 else 30)
         axes.margins(x=0.2)
@@ -102,7 +105,7 @@ def draw_parallel(trials: Sequence[Trial], output: str | Path, metric: str = SCO
 
     keys, color = list(trials[0].settings), colormaps[SEQUENTIAL]
     scales = [
-        *(_scale([trial.settings[key] for trial in trials]) for key in keys),
+        *(_scale(trials, key) for key in keys),
         _Scale([trial.score for trial in trials]),
     ]
     heights = np.stack([scale.heights() for scale in scales])
@@ -174,7 +177,7 @@ def importances(trials: Sequence[Trial]) -> dict[str, tuple[float, float]]:
     rows = np.stack([ranks, *(generator.permutation(ranks) for _ in range(_SHUFFLES))])
     result = {}
     for key in trials[0].settings:
-        scale = _scale([trial.settings[key] for trial in trials])
+        scale = _scale(trials, key)
         values = _correlations(np.array(scale.positions), rows, scale.names is not None)
         result[key] = float(values[0]), float(np.quantile(values[1:], 0.95))
     return result

@@ -25,13 +25,15 @@ UNSET = "-"  # stored for a setting without a recorded value
 class Trial:
     """Runs with equal settings and different seeds, and their scores.
 
-    ``ended`` contains the number of frames of each run that a search ended for a bad score.
+    ``ended`` contains the number of frames of each run that a search ended for a bad score, and ``logarithmic`` the
+    settings that a search sampled on a logarithmic scale.
     """
 
     settings: dict[str, str]
     folders: list[Path]
     scores: NDArray[np.float64]
     ended: list[float] = field(default_factory=list)
+    logarithmic: frozenset[str] = frozenset()
 
     @property
     def score(self) -> float:
@@ -94,6 +96,7 @@ def read_trials(sources: Sequence[str | Path], metric: str = SCORE) -> list[Tria
             [run_folder(curve.path) or curve.path.parent for curve in curves],
             np.array([curve.y[-1] for curve in curves]),
             [curve.ended for curve in curves if curve.ended is not None],
+            frozenset().union(*(curve.run.logarithmic for curve in curves if curve.run is not None)),
         )
         for settings, curves in zip(all_settings, groups.values(), strict=True)
     ]

@@ -100,6 +100,22 @@ def test_run_knows_its_trial_by_number(launcher: list[str], tmp_path: Path) -> N
     assert list((tmp_path / "logs/train/mine/.hydra/searches").iterdir()) == []
 
 
+def test_run_records_the_settings_that_are_sampled_on_a_logarithmic_scale(tmp_path: Path) -> None:
+    records: list[list[str]] = []
+
+    def task(cfg: Any) -> float:
+        records.append(list(HydraConfig.get().callbacks.search.logarithmic))
+        return 1.0
+
+    spaces = [
+        *("model.learning_rate=tag(log,interval(0.001,0.002))", "data.num_epochs=tag(log,int(interval(1,8)))"),
+        "model.critic_coeff=interval(0.1,1)",
+    ]
+    assert search(tmp_path, task, *spaces, "hydra.sweeper.n_trials=1") == (0, [])
+    (record,) = records
+    assert sorted(record) == ["data.num_epochs", "model.learning_rate"]
+
+
 def test_name_of_a_folder_is_unique_and_belongs_to_the_job(tmp_path: Path) -> None:
     with mock.patch("torchrl_lightning.cli.sweeps.search.datetime") as clock, opened(tmp_path) as (process, _):
         clock.now.return_value = datetime(2026, 11, 28)

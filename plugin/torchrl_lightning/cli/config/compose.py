@@ -51,6 +51,7 @@ from torchrl_lightning.cli.config.resume import (
 )
 from torchrl_lightning.cli.config.validate import read_checkpoint_file
 from torchrl_lightning.cli.error_messages import (
+    GLOBAL_HINT,
     SWEEP_NOTE,
     UsageError,
     exit_with_one_line,
@@ -63,6 +64,8 @@ from torchrl_lightning.cli.error_messages import (
 _POWER_OF_TEN = re.compile(r"(?<=[=,])\d+(?:\.\d+)?[eE]\+?\d{1,2}(?=,|$)")
 
 _OWN_FILES: dict[tuple[Path, str], ConfigResult] = {}  # loaded files of this package
+
+_GLOBAL_GROUPS = ("experiment", "debug", "hparams_search")  # their files set settings of the whole run
 
 _PROVIDERS = {"hydra", "main", "torchrl-lightning", "schema"}  # providers of configs that are not from a user
 
@@ -119,7 +122,7 @@ def _check_search_path(overrides: list[Override]) -> None:
             for folder in folders:
                 for file in sorted(Path(str(folder).removeprefix("file://")).rglob("*.yaml")):
                     with exit_with_one_line():
-                        check_yaml_file(file)
+                        check_yaml_file(file, is_mapping=file.parent.name != ".hydra")  # there, Hydra writes lists
 
 
 class CommandLoader(ConfigLoader):
@@ -207,6 +210,9 @@ class CommandLoader(ConfigLoader):
         if dropped_settings and note not in self._printed_notes:
             self._printed_notes.add(note)
             print(note, file=sys.stderr)
+        for group in _GLOBAL_GROUPS:
+            if isinstance(config.get(group), DictConfig):
+                raise UsageError(f"{group}={config.hydra.runtime.choices.get(group)}: {GLOBAL_HINT}.")
         for name in ("n_trials", "n_jobs"):
             number = OmegaConf.select(config, f"hydra.sweeper.{name}")
             if isinstance(number, int) and number < 1:

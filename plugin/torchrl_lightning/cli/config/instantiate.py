@@ -12,6 +12,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from omegaconf import DictConfig, OmegaConf
 
 from torchrl_lightning._core.errors import IncompatibleError, check_compatible
@@ -69,6 +70,23 @@ def build_parts(cfg: DictConfig, group: str) -> list[Any]:
                 f"Set {key}=null."
             )
     return [build_part(cfg, key) for key, part in configured if part is not None]
+
+
+def build_trainer(cfg: DictConfig, callbacks: Sequence[Callback]) -> Trainer:
+    """Instantiate the trainer with its loggers.
+
+    ``trainer.enable_progress_bar=false`` leaves out the progress bars among the callbacks. If there are none, as with
+    ``callbacks.progress_bar=null``, Lightning's own bar is shown only if this setting is true.
+    """
+    is_shown = cfg.trainer.get("enable_progress_bar")
+    bars = [callback for callback in callbacks if isinstance(callback, ProgressBar)]
+    if is_shown is False:
+        callbacks = [callback for callback in callbacks if callback not in bars]
+    hidden = {} if bars or is_shown is not None else {"enable_progress_bar": False}
+    trainer: Trainer = build_part(
+        cfg, "trainer", callbacks=list(callbacks), logger=build_parts(cfg, "logger"), **hidden
+    )
+    return trainer
 
 
 def check_parts(

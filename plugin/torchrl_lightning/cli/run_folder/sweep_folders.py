@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,11 @@ class SearchFolder(Callback):
     Args:
         trial: The number of a run's trial. The search sets it for each run.
         run: The unique name of a run's folder. The search sets it for each run.
+        logarithmic: The settings that were sampled on a logarithmic scale; pictures draw them on such an axis.
     """
 
-    def __init__(self, trial: int | None = None, run: str | None = None) -> None:
-        self.trial, self.run = trial, run
+    def __init__(self, trial: int | None = None, run: str | None = None, logarithmic: Sequence[str] = ()) -> None:
+        self.trial, self.run, self.logarithmic = trial, run, tuple(logarithmic)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Create the folder."""

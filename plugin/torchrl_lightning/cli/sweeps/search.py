@@ -7,6 +7,7 @@ without a living process is marked as failed at the next start of the search.
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import socket
@@ -62,12 +63,31 @@ class Search:
         return [self._storage.get_trial_number_from_id(trial_id) for trial_id in self._trial_ids[-count:]]
 
     def overrides(self, trial: int | None) -> list[str]:
-        """Return overrides with the number of a run's trial and a unique name for its folder."""
+        """Return overrides with a run's trial, a unique name for its folder, and its logarithmic settings."""
         if not self._passes_trials:
             return []
         # Digits only, because curves are labelled by names that are not serial numbers.
         run = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{trial}_{secrets.randbelow(10**9):09d}"
-        return [f"hydra.callbacks.search.trial={trial}", f"hydra.callbacks.search.run={run}"]
+        overrides = [f"hydra.callbacks.search.trial={trial}", f"hydra.callbacks.search.run={run}"]
+        if logarithmic := self._logarithmic(trial):
+            overrides.append(f"++hydra.callbacks.search.logarithmic=[{','.join(map(repr, logarithmic))}]")
+        return overrides
+
+    def _logarithmic(self, trial: int | None) -> list[str]:
+        """Return the settings of a trial that were sampled on a logarithmic scale."""
+        from optuna.distributions import distribution_to_json
+
+        for trial_id in self._trial_ids:
+            if self._storage.get_trial_number_from_id(trial_id) == trial:
+                spaces = self._storage.get_trial(trial_id).distributions
+                records = {name: json.loads(distribution_to_json(space)) for name, space in spaces.items()}
+                # Optuna 2 has classes for logarithmic scales, and later versions have an attribute.
+                return [
+                    name.lstrip("+")
+                    for name, space in records.items()
+                    if "Log" in space["name"] or space["attributes"].get("log")
+                ]
+        return []
 
     def end_if_too_many_failed(self, failed: int) -> None:
         """End the search before its next trial if too many trials have failed."""
