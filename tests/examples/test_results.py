@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from benchmarks import earlier_logs, results
 from benchmarks.earlier_logs import RESULTS, Row, read, settings_of
@@ -172,3 +174,10 @@ def test_picture_has_the_rows_of_present_and_earlier_logs(tmp_path):
     assert drawn[:4] == [evaluated, evaluated, ended_at, theirs]
     assert list(axes.lines[4].get_ydata()) == [-2.5, -2.5]
     assert [line.get_xydata().tolist() for line in other.lines] == [[[100, -1.5]], [[98304, 7.0]]]
+
+
+def test_each_published_score_names_its_page() -> None:
+    published = yaml.safe_load((results.PROJECT / "examples" / "results" / "published.yaml").read_text())
+    without = [name for name, text in published.items() if not re.search(r"\]\(https://\S+\)", text)]
+    assert published
+    assert without == []

@@ -236,7 +236,8 @@ class CommandLoader(ConfigLoader):
         """Compose the config of one run of a sweep to find its errors, and keep it if this run is loaded next."""
         config = self.load_sweep_config(master_config, sweep_overrides)
         if is_next:
-            self._next_config = [*master_config.hydra.overrides.hydra, *sweep_overrides], config
+            recorded: Any = OmegaConf.to_container(master_config.hydra.overrides.hydra, resolve=False)
+            self._next_config = [*recorded, *sweep_overrides], config
 
     def _compose(self, lines: list[str], request: _Request) -> DictConfig:
         """Compose a config. If this fails in a sweep, use the first valid options of the swept groups and classes.
