@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from hostile.base import make_base, warm_up
 from hostile.corpus import all_cases
 from hostile.readers import READERS
-from hostile.running import Base, readings_of
+from hostile.running import Base, Case, readings_of
 
 CHOSEN = {
     "checkpoint": [
@@ -27,7 +29,12 @@ CHOSEN = {
     ],
     "data set": ["HDF5 that is a FIFO"],
 }
-CASES = {(case.kind, case.name): case for case in all_cases()}
+
+
+@cache
+def cases() -> dict[tuple[str, str], Case]:
+    """Return all hostile files by kind and name. Not at import, because every test worker collects this file."""
+    return {(case.kind, case.name): case for case in all_cases()}
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +48,11 @@ def test_whole_files_are_read(base, tmp_path):
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in CHOSEN.items() for name in names])
 def test_hostile_file_runs_writes_and_costs_nothing(base, tmp_path, kind, name):
-    readings = readings_of(CASES[kind, name], READERS[kind], base, tmp_path / "file")
+    readings = readings_of(cases()[kind, name], READERS[kind], base, tmp_path / "file")
     problems = [problem for _, reading in readings for problem in reading.problems]
     assert problems == []
 
 
 def test_names_are_unique_and_each_kind_has_readers():
-    assert len(CASES) == len(all_cases()) > 380
+    assert len(cases()) == len(all_cases()) > 380
     assert {case.kind for case in all_cases()} <= set(READERS)
