@@ -154,13 +154,18 @@ class Trial(L.Callback):
     resume_advice = "the search goes on"
 
 
+class Trusted(L.Callback):
+    resume_settings = ["trusted=true"]
+
+
 @pytest.mark.parametrize(
     ("callbacks", "advice"),
     [
-        ([], "to resume, run the same command with ckpt_path="),
-        ([Trial()], "the search goes on; the final checkpoint of this run is "),
+        ([], "to resume, run the same command with ckpt_path={path}\n"),
+        ([Trusted()], "to resume, run the same command with ckpt_path={path} trusted=true\n"),
+        ([Trial()], "the search goes on; the final checkpoint of this run is {path}\n"),
     ],
-    ids=["a run of its own", "part of a search"],
+    ids=["a run of its own", "own classes", "part of a search"],
 )
 def test_stopped_run_logs_how_to_resume(tmp_path, caplog, callbacks, advice):
     def stop():
@@ -168,4 +173,4 @@ def test_stopped_run_logs_how_to_resume(tmp_path, caplog, callbacks, advice):
 
     with pytest.raises(RuntimeError, match="stopped"):
         run(tmp_path, callbacks=[*callbacks, At(6, stop)])
-    assert f"stopped by RuntimeError; {advice}{tmp_path / 'last.ckpt'}" in caplog.text
+    assert f"stopped by RuntimeError; {advice.format(path=tmp_path / 'last.ckpt')}" in caplog.text

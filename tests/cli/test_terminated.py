@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import gymnasium
@@ -83,6 +84,23 @@ def test_sigterm_saves_and_ends_a_sweep_with_its_status(tmp_path):
     assert "Traceback" not in done.stdout
     (checkpoint,) = tmp_path.glob("logs/train/sweep_*/*/seed_3/0/checkpoints/last.ckpt")
     assert frames_in(checkpoint) > 0
+
+
+def test_sigterm_during_the_final_evaluation_is_one_line(tmp_path, monkeypatch):
+    def evaluates(*_: object) -> None:
+        (tmp_path / "evaluates").touch()
+        time.sleep(60)
+
+    monkeypatch.setattr("torchrl_lightning.cli.train.load_weights", evaluates)
+    process = start("train", *TINY, "hydra.run.dir=run", cwd=tmp_path)
+    try:
+        process.waits_for((tmp_path / "evaluates").exists)
+        process.send(signal.SIGTERM)
+        assert process.ends() == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+    advice = f"evaluate it with torchrl-lightning-evaluate ckpt_path={tmp_path / 'run'}"
+    assert process.said.splitlines()[-1].endswith(f"stopped by a signal after the training; {advice}")
 
 
 def test_requeued_job_goes_on_where_the_signal_of_slurm_ended_it(run, tmp_path, monkeypatch):

@@ -249,6 +249,25 @@ def test_run_without_a_score_is_left_out(sweep, caplog):
     assert "1 of 9 runs" in caplog.text
 
 
+def test_run_without_a_log_is_counted_as_left_out(sweep, caplog):
+    for name, job in (("failed", "train"), ("evaluated", "evaluate")):
+        (sweep / name).mkdir()
+        record = keep(sweep / name) / ".hydra" / "hydra.yaml"
+        kept = yaml.safe_load(record.read_text())
+        kept["hydra"]["job"] = {"name": job}
+        record.write_text(yaml.safe_dump(kept))
+    assert len(read_trials([sweep])) == 4
+    assert "1 of 9 runs" in caplog.text
+
+
+@pytest.mark.parametrize(("title", "expected"), [(None, "ppo_cartpole"), ("mine", "mine")])
+def test_title_of_a_sweep_is_its_experiment(title, expected, sweep, tmp_path, figures):
+    trials = read_trials([sweep])
+    for draw in (draw_trials, draw_parallel, draw_importances):
+        draw(trials, tmp_path / "sweep.png", title=title)
+    assert [figure.get_suptitle() for figure in figures] == [expected] * 3
+
+
 def test_score_of_another_metric_is_its_last_value(tmp_path):
     for i in range(2):
         folder = write_run(tmp_path / str(i), 1.0, f"model.gamma=0.{i + 1}")

@@ -37,6 +37,17 @@ class InSearch(Protocol):
     resume_advice: str
 
 
+@runtime_checkable
+class WithResumeSettings(Protocol):
+    """A callback that knows which settings a command needs to resume the run, besides those of the stopped command.
+
+    Attributes:
+        resume_settings: Settings in the syntax of the command line, such as ``["trusted=true"]``.
+    """
+
+    resume_settings: list[str]
+
+
 class LastCheckpoint(SparseCallback, Checkpoint):
     """Save the latest state of a run in one file.
 
@@ -105,7 +116,9 @@ class LastCheckpoint(SparseCallback, Checkpoint):
         reason = type(exception).__name__
         if trainer.world_size > 1 and rank_stop.agreed is None:
             if not (is_lost_rank(exception) or rank_stop.first_rank_reports):
-                logger.warning("rank %d stopped by %s; %s", trainer.global_rank, reason, resume_hint(self.path))
+                logger.warning(
+                    "rank %d stopped by %s; %s", trainer.global_rank, reason, resume_hint(self.path, trainer)
+                )
             return
         if interrupts.interrupted_within_step:
             checkpoint = f"{self.path} is the previous state" if self.path.exists() else "there is no checkpoint yet"
@@ -126,8 +139,8 @@ class LastCheckpoint(SparseCallback, Checkpoint):
             for callback in _callbacks(trainer)
             if isinstance(callback, InSearch)
         )
-        advice = next(advice_of_searches, "to resume, run the same command with ckpt_path=")
-        logger.warning("stopped by %s; %s%s", reason, advice, self.path)
+        advice = next((f"{advice}{self.path}" for advice in advice_of_searches), resume_hint(self.path, trainer))
+        logger.warning("stopped by %s; %s", reason, advice)
 
     def _evaluate_saved_state(self, trainer: Trainer) -> None:
         """Evaluate the saved state without changing it, except for the states of the callbacks.
@@ -154,11 +167,13 @@ class LastCheckpoint(SparseCallback, Checkpoint):
             trainer.save_checkpoint(self.path, weights_only=False)
 
 
-def resume_hint(path: Path) -> str:
-    """Return how to resume a run from its last regular checkpoint, if it has one."""
+def resume_hint(path: Path, trainer: Trainer) -> str:
+    """Return how to resume a run from its last checkpoint, if it has one."""
     if not path.exists():
         return "there is no checkpoint yet."
-    return f"to resume, run the same command with ckpt_path={path}"
+    callbacks = (callback for callback in _callbacks(trainer) if isinstance(callback, WithResumeSettings))
+    settings = [setting for callback in callbacks for setting in callback.resume_settings]
+    return f"to resume, run the same command with {' '.join([f'ckpt_path={path}', *settings])}"
 
 
 def _is_fast_dev_run(trainer: Any) -> bool:

@@ -74,5 +74,6 @@ def _ended_process() -> tuple[int, int | None]:
 
 def _exit(trainer: Any, reason: str, status: int) -> NoReturn:
     paths = (callback.path for callback in trainer.callbacks if isinstance(callback, LastCheckpoint))
-    print(f"error: {reason}; {next(map(resume_hint, paths), 'this run has no checkpoints.')}", file=sys.stderr)
+    hint = next((resume_hint(path, trainer) for path in paths), "this run has no checkpoints.")
+    print(f"error: {reason}; {hint}", file=sys.stderr)
     sys.exit(status)

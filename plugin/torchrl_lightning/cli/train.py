@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from torchrl_lightning._core.import_stubs import import_libraries
+from torchrl_lightning._core.processes import handled_signal
 from torchrl_lightning._core.run_metadata import SCORE
 from torchrl_lightning._core.run_names import recorded_command
 from torchrl_lightning._core.untrusted import printable
@@ -64,7 +68,7 @@ def train(cfg: DictConfig) -> float:
         check_parts,
         trainer_errors,
     )
-    from torchrl_lightning.cli.config.resume import check_checkpoint, config_diff, needs_trust
+    from torchrl_lightning.cli.config.resume import check_checkpoint, config_diff
     from torchrl_lightning.cli.rank_failures import reported_rank_failures
     from torchrl_lightning.deploy.weights import bounded_tensors
 
@@ -104,7 +108,7 @@ def train(cfg: DictConfig) -> float:
     compare = stored = None
     if trainer.is_global_zero:
         record.write(Path(cfg.paths.output_dir))
-        if cfg.ckpt_path is None and not cfg.trusted and needs_trust(save_config.config):
+        if cfg.ckpt_path is None and save_config.resume_settings:
             print("note: this run has your own classes or folders; to resume or evaluate it, set trusted=true")
         for name, (stored_value, current_value) in changed_settings.items():
             print(f"{printable(name)}: {printable(stored_value)} in the checkpoint, {printable(current_value)} now")
@@ -121,6 +125,9 @@ def train(cfg: DictConfig) -> float:
             raise SIGTERMException
         rank_stop.raise_pending()
     seconds = time.perf_counter() - start
+    if trainer.world_size == 1:  # several ranks wait for each other
+        end = partial(_end_after_training, Path(cfg.paths.output_dir))
+        cleanup.enter_context(handled_signal(signal.SIGTERM, end))
 
     checkpoint = load_weights(model, data, trainer, cfg.eval_checkpoint)
     episodes = data.evaluate(model.policy, cfg.eval_episodes)
@@ -133,6 +140,13 @@ def train(cfg: DictConfig) -> float:
             logger.save()
         report(cfg, episodes, checkpoint, data.clock, seconds)
     return float(returns.mean())
+
+
+def _end_after_training(folder: Path, number: int, frame: FrameType | None) -> None:
+    """End the command by a signal with one line."""
+    hint = f"evaluate it with torchrl-lightning-evaluate ckpt_path={folder}"
+    print(f"stopped by a signal after the training; {hint}", file=sys.stderr)
+    sys.exit(128 + number)
 
 
 def load_weights(model: Any, data: Any, trainer: Any, which: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,11 +127,21 @@ def read_source(source: Path, metric: str, x: str, label: str | None = None) -> 
         if missing:
             raise KeyError(f"no column {' and '.join(missing)} in {source}; there are: {', '.join(sorted(columns))}")
         raise ValueError(f"{source} has no value of {metric} yet.")
-    if len(curves) < len(paths):
-        _log.warning(
-            "%d of %d runs below %s have no %s and are skipped", len(paths) - len(curves), len(paths), source, metric
-        )
+    runs = len(paths) + len(_runs_without_log(source, paths))
+    if len(curves) < runs:
+        _log.warning("%d of %d runs below %s have no %s and are skipped", runs - len(curves), runs, source, metric)
     return curves
+
+
+def _runs_without_log(source: Path, logs: Sequence[Path]) -> list[Path]:
+    """Return the folders of training runs below a folder that have no log, for example because the run failed."""
+    logged = {folder.resolve() for folder in map(run_folder, logs) if folder is not None}
+    records = source.rglob(".hydra/hydra.yaml") if source.is_dir() else ()
+    return [
+        record.parents[1]
+        for record in records
+        if record.parents[1].resolve() not in logged and raw_value(read_config(record), "hydra.job.name") == "train"
+    ]
 
 
 def one_of_each_seed(curves: Iterable[Curve]) -> list[Curve]:

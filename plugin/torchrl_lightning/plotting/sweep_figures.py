@@ -46,6 +46,12 @@ def _scale(trials: Sequence[Trial], key: str) -> _Scale:
     return _Scale(numbers, None, is_recorded or _is_logarithmic(sorted(set(numbers))))
 
 
+def _title(title: str | None, trials: Sequence[Trial]) -> str | None:
+    """Return a given title, or the name of the experiment if all trials have the same."""
+    names = {trial.experiment for trial in trials}
+    return printable(*names) or None if title is None and len(names) == 1 else title
+
+
 def draw_trials(trials: Sequence[Trial], output: str | Path, metric: str = SCORE, title: str | None = None) -> Path:
     """Plot the scores against each varied setting, with standard deviations over seeds, and highlight the best trial.
 
@@ -64,7 +70,7 @@ def draw_trials(trials: Sequence[Trial], output: str | Path, metric: str = SCORE
     if any(trial.ended for trial in trials):
         styles["ended early"] = {"color": "C0", "marker": "o", "mfc": "none"}
     styles |= {run_limit: {"color": "C0", "marker": marker} for run_limit, marker in markers.items() if run_limit}
-    with saved_panels(Path(output), len(keys), (4.2, 3.1), title) as (figure, grid):
+    with saved_panels(Path(output), len(keys), (4.2, 3.1), _title(title, trials)) as (figure, grid):
         for key, axes in zip(keys, grid, strict=True):
             _draw_setting(
                 axes,
@@ -109,7 +115,7 @@ def draw_parallel(trials: Sequence[Trial], output: str | Path, metric: str = SCO
         _Scale([trial.score for trial in trials]),
     ]
     heights = np.stack([scale.heights() for scale in scales])
-    with saved_panels(Path(output), 1, (1.8 * len(scales) + 1.5, 4.2), title) as (figure, (axes,)):
+    with saved_panels(Path(output), 1, (1.8 * len(scales) + 1.5, 4.2), _title(title, trials)) as (figure, (axes,)):
         for i, trial in reversed([*enumerate(trials)]):
             style: dict[str, Any] = {"color": color(heights[-1, i]), "ls": "--" if trial.ended else "-"}
             axes.plot(range(len(scales)), heights[:, i], lw=2.5 if i == 0 else 1.2, alpha=0.8, **style)
@@ -144,7 +150,7 @@ def draw_importances(
     ranked = sorted(importances(trials).items(), key=lambda item: item[1][0])
     names, values = [printable(name) for name, _ in ranked], np.array([value for _, value in ranked])
     label = axis_label(metric)
-    with saved_panels(Path(output), 1, (6.5, 0.5 * len(ranked) + 1.6), title) as (figure, (axes,)):
+    with saved_panels(Path(output), 1, (6.5, 0.5 * len(ranked) + 1.6), _title(title, trials)) as (figure, (axes,)):
         axes.barh(names, values[:, 0], color="C0", alpha=0.8)
         axes.plot(values[:, 1], names, "|", color="C1", ms=16, mew=2)
         axes.set(

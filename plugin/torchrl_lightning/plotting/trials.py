@@ -25,8 +25,8 @@ UNSET = "-"  # stored for a setting without a recorded value
 class Trial:
     """Runs with equal settings and different seeds, and their scores.
 
-    ``ended`` contains the number of frames of each run that a search ended for a bad score, and ``logarithmic`` the
-    settings that a search sampled on a logarithmic scale.
+    ``ended`` contains the number of frames of each run that a search ended for a bad score, ``logarithmic`` the
+    settings that a search sampled on a logarithmic scale, and ``experiment`` the name of the runs.
     """
 
     settings: dict[str, str]
@@ -34,6 +34,7 @@ class Trial:
     scores: NDArray[np.float64]
     ended: list[float] = field(default_factory=list)
     logarithmic: frozenset[str] = frozenset()
+    experiment: str = ""
 
     @property
     def score(self) -> float:
@@ -97,6 +98,7 @@ def read_trials(sources: Sequence[str | Path], metric: str = SCORE) -> list[Tria
             np.array([curve.y[-1] for curve in curves]),
             [curve.ended for curve in curves if curve.ended is not None],
             frozenset().union(*(curve.run.logarithmic for curve in curves if curve.run is not None)),
+            settings["experiment"],
         )
         for settings, curves in zip(all_settings, groups.values(), strict=True)
     ]

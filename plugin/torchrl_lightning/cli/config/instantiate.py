@@ -22,7 +22,7 @@ from torchrl_lightning._core.suggestions import did_you_mean
 from torchrl_lightning._hydra.compat import instantiate
 from torchrl_lightning.agents.base import AgentModule
 from torchrl_lightning.agents.dry_run import NetworkFault, network_errors
-from torchrl_lightning.cli.config.resume import module_factory, plain
+from torchrl_lightning.cli.config.resume import module_factory, needs_trust, plain
 from torchrl_lightning.cli.error_messages import UsageError
 from torchrl_lightning.deploy.loading import CONFIG
 from torchrl_lightning.environments.install_hint import install_hint
@@ -189,6 +189,8 @@ def describe(cfg: DictConfig, key: str, error: BaseException) -> str:
 class SaveConfig(Callback):
     """Save the config of a run in each checkpoint, so that the checkpoint is usable outside its run folder.
 
+    Messages of a stopped run append ``resume_settings`` to the command that resumes the run.
+
     Args:
         cfg: The whole config.
         choices: The selected option of each config group.
@@ -200,6 +202,7 @@ class SaveConfig(Callback):
     ) -> None:
         super().__init__()
         self.config, self.command = plain(cfg), {"choices": dict(choices or {}), "overrides": list(overrides)}
+        self.resume_settings = [] if cfg.get("trusted") or not needs_trust(self.config) else ["trusted=true"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add config and command."""

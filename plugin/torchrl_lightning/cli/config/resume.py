@@ -189,7 +189,8 @@ def needs_trust(config: dict[str, Any]) -> bool:
     except UsageError:
         return True
     targets = (target for key in ("callbacks", "logger") for _, target in targets_in({key: config.get(key)}))
-    return any(target.partition(".")[0] not in ("lightning", "torchrl_lightning") for target in targets)
+    # Optuna's pruner belongs to the search, which a resumed run has left.
+    return any(target.partition(".")[0] not in ("lightning", "optuna", "torchrl_lightning") for target in targets)
 
 
 def missing_choices(record: Record, choices: Mapping[str, str | None], chosen: Collection[str]) -> list[str]:
