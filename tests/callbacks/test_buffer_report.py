@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from kit.actor_critic import fit as fit_on_policy
 from kit.replay import dqn, fit, replay_data
-from torchrl_lightning import BufferReport
+from torchrl_lightning import BufferReport, MixedReplay
 from torchrl_lightning.callbacks import buffer_report
 
 pytestmark = pytest.mark.filterwarnings("ignore:The number of training batches")
@@ -25,6 +26,16 @@ def test_report_shows_the_buffer_and_the_sample_counts(tmp_path, monkeypatch, up
     assert "80 steps counted" in text  # ten of the twenty batches, with eight steps each
     assert "ages when sampled in this run" in text
     assert " of 400 cells" in text
+
+
+def test_report_counts_only_the_samples_of_its_own_buffer(tmp_path, monkeypatch):
+    monkeypatch.setattr(buffer_report, "EVERY", 1)
+    other = replay_data()
+    fit(tmp_path / "other", other, max_epochs=1)
+    page = BufferReport(str(tmp_path / "inspect.html"))
+    data = replay_data(source=partial(MixedReplay, others=[other.buffer], ratios=[0.5, 0.5]))
+    fit(tmp_path, data, max_epochs=2, limit_val_batches=1, callbacks=[page])
+    assert "80 steps counted" in Path(page.path).read_text()  # of twenty batches, with four steps of each buffer
 
 
 def test_run_is_the_same_with_a_report(tmp_path):

@@ -86,20 +86,21 @@ def test_sigterm_saves_and_ends_a_sweep_with_its_status(tmp_path):
     assert frames_in(checkpoint) > 0
 
 
-def test_sigterm_during_the_final_evaluation_is_one_line(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("which", "path"), [("best", "run"), ("last", "run/checkpoints/last.ckpt")])
+def test_sigterm_during_the_final_evaluation_is_one_line(which, path, tmp_path, monkeypatch):
     def evaluates(*_: object) -> None:
         (tmp_path / "evaluates").touch()
         time.sleep(60)
 
     monkeypatch.setattr("torchrl_lightning.cli.train.load_weights", evaluates)
-    process = start("train", *TINY, "hydra.run.dir=run", cwd=tmp_path)
+    process = start("train", *TINY, "hydra.run.dir=run", f"eval_checkpoint={which}", cwd=tmp_path)
     try:
         process.waits_for((tmp_path / "evaluates").exists)
         process.send(signal.SIGTERM)
         assert process.ends() == 128 + signal.SIGTERM
     finally:
         process.kill()
-    advice = f"evaluate it with torchrl-lightning-evaluate ckpt_path={tmp_path / 'run'}"
+    advice = f"evaluate it with torchrl-lightning-evaluate ckpt_path={tmp_path / path}"
     assert process.said.splitlines()[-1].endswith(f"stopped by a signal after the training; {advice}")
 
 

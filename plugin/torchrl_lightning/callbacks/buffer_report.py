@@ -81,6 +81,9 @@ class BufferReport(SparseCallback):
         self._batches += 1
         if self._sample_counter is None or self._batches % EVERY:
             return
+        source = batch.get("source", None)
+        if source is not None:  # the cells of the other buffers of a MixedReplay have the same numbers
+            batch = batch[source == 0]
         index, write_position = batch.get("index", None), batch.get("write_position", None)
         if index is not None and write_position is not None:
             self._sample_counter.update(index, write_position.expand(index.shape))

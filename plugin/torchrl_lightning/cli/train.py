@@ -126,7 +126,9 @@ def train(cfg: DictConfig) -> float:
         rank_stop.raise_pending()
     seconds = time.perf_counter() - start
     if trainer.world_size == 1:  # several ranks wait for each other
-        end = partial(_end_after_training, Path(cfg.paths.output_dir))
+        folder = Path(cfg.paths.output_dir)
+        saved = folder / "checkpoints" / "last.ckpt" if cfg.eval_checkpoint == "last" else folder
+        end = partial(_end_after_training, saved)
         cleanup.enter_context(handled_signal(signal.SIGTERM, end))
 
     checkpoint = load_weights(model, data, trainer, cfg.eval_checkpoint)
@@ -142,9 +144,9 @@ def train(cfg: DictConfig) -> float:
     return float(returns.mean())
 
 
-def _end_after_training(folder: Path, number: int, frame: FrameType | None) -> None:
+def _end_after_training(path: Path, number: int, frame: FrameType | None) -> None:
     """End the command by a signal with one line."""
-    hint = f"evaluate it with torchrl-lightning-evaluate ckpt_path={folder}"
+    hint = f"evaluate it with torchrl-lightning-evaluate ckpt_path={path}"
     print(f"stopped by a signal after the training; {hint}", file=sys.stderr)
     sys.exit(128 + number)
 

@@ -82,8 +82,8 @@ def _load_local(minari: Any, name: str) -> Any:
     if not folder.exists():
         suggestion = did_you_mean(name, _dataset_ids(get_dataset_path()))
         raise FileNotFoundError(
-            f"the Minari data set {name!r} does not exist on this machine{suggestion} Download it with: "
-            f"minari download {name}"
+            f"the Minari data set {name!r} does not exist in {folder.parent}{suggestion} Download it with: "
+            f"minari download {name}, or set MINARI_DATASETS_PATH to its folder."
         )
     _check_metadata(folder)
     try:
