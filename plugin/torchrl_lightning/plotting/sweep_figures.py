@@ -48,8 +48,9 @@ def _scale(trials: Sequence[Trial], key: str) -> _Scale:
 
 def _title(title: str | None, trials: Sequence[Trial]) -> str | None:
     """Return a given title, or the name of the experiment if all trials have the same."""
-    names = {trial.experiment for trial in trials}
-    return printable(*names) or None if title is None and len(names) == 1 else title
+    if title is None and len({trial.experiment for trial in trials}) == 1:
+        return printable(trials[0].experiment) or None
+    return title
 
 
 def draw_trials(trials: Sequence[Trial], output: str | Path, metric: str = SCORE, title: str | None = None) -> Path:
