@@ -34,12 +34,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
-def pytest_xdist_auto_num_workers() -> int:
-    """Return one worker more than there are cores for ``-n auto``, because tests wait for processes and the disk."""
-    return len(os.sched_getaffinity(0)) + 1
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests with the mark ``cuda`` if torch finds no GPU."""
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
