@@ -104,6 +104,10 @@ def test_file_without_the_package_of_the_run_is_an_error(group, text, run, tmp_p
     assert len(said.splitlines()) == 1
 
 
+def test_users_own_setting_may_have_the_name_of_a_group(run):
+    assert "note: mine" in run("train", "+experiment.note=mine", "--cfg", "job").stdout
+
+
 def test_unknown_option_without_a_similar_one_names_the_folder_for_own_files(run):
     said = run("train", "experiment=mine", expect=1).stderr
     expected = "experiment=mine: unknown option; --config-dir=FOLDER adds your own FOLDER/experiment/mine.yaml."

@@ -55,6 +55,11 @@ def test_progress_bar_is_hidden_by_one_setting(overrides: list[str], bar: str | 
     assert all(callback in trainer.callbacks for callback in kept)
 
 
+def test_trainer_of_the_user_gets_no_setting_that_it_lacks() -> None:
+    trainer: Any = build_trainer(OmegaConf.create({"trainer": {"_target_": "types.SimpleNamespace"}}), [])
+    assert vars(trainer) == {"callbacks": [], "logger": []}
+
+
 @pytest.mark.parametrize("group", ["data", "model", "paths", "trainer"])
 def test_null_for_a_group_that_a_run_needs_is_not_answered_by_an_empty_list(group: str, run: Run) -> None:
     done = run("train", *TINY, f"{group}=null", expect=1)

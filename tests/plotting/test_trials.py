@@ -249,6 +249,14 @@ def test_run_without_a_score_is_left_out(sweep, caplog):
     assert "1 of 9 runs" in caplog.text
 
 
+@pytest.mark.parametrize("text", ["hydra: [", "- a list"])
+def test_damaged_record_of_a_run_without_a_log_stops_no_picture(text, sweep, caplog):
+    (sweep / "failed").mkdir()
+    (keep(sweep / "failed") / ".hydra" / "hydra.yaml").write_text(text)
+    assert len(read_trials([sweep])) == 4
+    assert "1 of 9 runs" in caplog.text
+
+
 def test_run_without_a_log_is_counted_as_left_out(sweep, caplog):
     for name, job in (("failed", "train"), ("evaluated", "evaluate")):
         (sweep / name).mkdir()

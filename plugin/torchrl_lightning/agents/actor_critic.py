@@ -54,7 +54,7 @@ class ActorCriticModule(LossTermsModule):
         intrinsic_coeff: Weight of the intrinsic advantage; requires ``intrinsic``.
         distribution: Distribution of continuous actions: ``"normal"`` (clipped; the default) or ``"tanh_normal"``.
         initial_std: Initial standard deviation of continuous actions, in units of half the action range. Actions
-            without bounds have their own units, and ``TanhNormal`` has those of the value before the tanh.
+            without bounds have their own units. ``TanhNormal`` applies it before the tanh.
         critics: The names of the critics if several critics learn the same reward. The value keys are ``("state_value",
             name)``.
         separate_critics: Give each critic head its own trunk.

@@ -46,7 +46,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Run:
-    """A run, as read from Hydra's record: its name, changed settings, seed and the run that it continues."""
+    """A run, as read from Hydra's record: its name, changed settings, seed and the run that it continues.
+
+    ``logarithmic`` contains the settings that a search sampled on a logarithmic scale.
+    """
 
     folder: Path
     name: str
@@ -138,10 +141,16 @@ def _runs_without_log(source: Path, logs: Sequence[Path]) -> list[Path]:
     logged = {folder.resolve() for folder in map(run_folder, logs) if folder is not None}
     records = source.rglob(".hydra/hydra.yaml") if source.is_dir() else ()
     return [
-        record.parents[1]
-        for record in records
-        if record.parents[1].resolve() not in logged and raw_value(read_config(record), "hydra.job.name") == "train"
+        record.parents[1] for record in records if record.parents[1].resolve() not in logged and _is_training(record)
     ]
+
+
+def _is_training(record: Path) -> bool:
+    """Return True if Hydra's record belongs to a training run, or is damaged, as a failed run may leave it."""
+    try:
+        return raw_value(read_config(record), "hydra.job.name") == "train"
+    except (OSError, ValueError):
+        return True
 
 
 def one_of_each_seed(curves: Iterable[Curve]) -> list[Curve]:

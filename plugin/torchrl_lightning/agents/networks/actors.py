@@ -134,7 +134,7 @@ def build_actor(
         network: Network in front of the head; ``MLPNetwork()`` by default.
         distribution: Distribution of continuous actions: ``"normal"`` (clipped; the default) or ``"tanh_normal"``.
         initial_std: Initial standard deviation of continuous actions, in units of half the action range. Actions
-            without bounds have their own units, and ``TanhNormal`` has those of the value before the tanh.
+            without bounds have their own units. ``TanhNormal`` applies it before the tanh.
 
     Examples:
         >>> from torchrl_lightning import environment_specs, make_vector_env

@@ -100,10 +100,10 @@ def _load_limited(load: Callable[[str], ConfigResult], folder: Path, config_path
 
 
 def _load_once(load: Callable[[str], ConfigResult], folder: Path, config_path: str) -> ConfigResult:
-    """Load a config file of this package once, because each job of a sweep asks for it."""
+    """Load a config file of this package once, because each job of a sweep needs it."""
     if (folder, config_path) not in _OWN_FILES:
         _OWN_FILES[folder, config_path] = load(config_path)
-    return deepcopy(_OWN_FILES[folder, config_path])  # Hydra changes what it loads
+    return deepcopy(_OWN_FILES[folder, config_path])  # Hydra changes the config
 
 
 def _wrap_files(sources: list[ConfigSource]) -> None:
@@ -211,7 +211,7 @@ class CommandLoader(ConfigLoader):
             self._printed_notes.add(note)
             print(note, file=sys.stderr)
         for group in _GLOBAL_GROUPS:
-            if isinstance(config.get(group), DictConfig):
+            if isinstance(config.get(group), DictConfig) and self._fills(group, config_name, overrides, run_mode):
                 raise UsageError(f"{group}={config.hydra.runtime.choices.get(group)}: {GLOBAL_HINT}.")
         for name in ("n_trials", "n_jobs"):
             number = OmegaConf.select(config, f"hydra.sweeper.{name}")
@@ -222,9 +222,14 @@ class CommandLoader(ConfigLoader):
             raise UsageError(f"hydra.sweeper.max_failure_rate={rate}: expected a number from 0 to 1.")
         return config
 
+    def _fills(self, group: str, config_name: str | None, overrides: list[str], run_mode: RunMode) -> bool:
+        """Return True if a file of a group sets ``group.NAME``; the mapping may also be a setting of the user."""
+        defaults = self.compute_defaults_list(config_name, overrides, run_mode).defaults
+        return any(f"{entry.config_path}".startswith(f"{group}/") and entry.package == group for entry in defaults)
+
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
         """Compose the config of one run of a sweep. Errors contain a note with the run's swept settings."""
-        recorded_overrides: Any = OmegaConf.to_container(master_config.hydra.overrides, resolve=False)
+        recorded_overrides = _recorded_overrides(master_config)
         with _with_sweep_note(line for line in sweep_overrides if line not in recorded_overrides["task"]):
             config = self.load_configuration(
                 master_config.hydra.job.config_name, [*recorded_overrides["hydra"], *sweep_overrides], RunMode.RUN
@@ -236,8 +241,7 @@ class CommandLoader(ConfigLoader):
         """Compose the config of one run of a sweep to find its errors, and keep it if this run is loaded next."""
         config = self.load_sweep_config(master_config, sweep_overrides)
         if is_next:
-            recorded: Any = OmegaConf.to_container(master_config.hydra.overrides.hydra, resolve=False)
-            self._next_config = [*recorded, *sweep_overrides], config
+            self._next_config = [*_recorded_overrides(master_config)["hydra"], *sweep_overrides], config
 
     def _compose(self, lines: list[str], request: _Request) -> DictConfig:
         """Compose a config. If this fails in a sweep, use the first valid options of the swept groups and classes.
@@ -354,6 +358,11 @@ class CommandLoader(ConfigLoader):
             self._records[file] = read_record(read_checkpoint_file(path), path)
         record = self._records[file]
         return record and replace(record, trusted=trusted)
+
+
+def _recorded_overrides(config: DictConfig) -> Any:
+    """Return the overrides in a config without resolving them, because they may refer to settings of a single run."""
+    return OmegaConf.to_container(config.hydra.overrides, resolve=False)
 
 
 @contextmanager

@@ -82,7 +82,9 @@ def build_trainer(cfg: DictConfig, callbacks: Sequence[Callback]) -> Trainer:
     bars = [callback for callback in callbacks if isinstance(callback, ProgressBar)]
     if is_shown is False:
         callbacks = [callback for callback in callbacks if callback not in bars]
-    hidden = {} if bars or is_shown is not None else {"enable_progress_bar": False}
+    # A class of the user may not have this argument.
+    hides = not bars and "enable_progress_bar" in cfg.trainer and is_shown is None
+    hidden = {"enable_progress_bar": False} if hides else {}
     trainer: Trainer = build_part(
         cfg, "trainer", callbacks=list(callbacks), logger=build_parts(cfg, "logger"), **hidden
     )

@@ -77,7 +77,7 @@ class Search:
         """Return the settings of a trial that were sampled on a logarithmic scale."""
         from optuna.distributions import distribution_to_json
 
-        for trial_id in self._trial_ids:
+        for trial_id in reversed(self._trial_ids):  # each look-up may be a query
             if self._storage.get_trial_number_from_id(trial_id) == trial:
                 spaces = self._storage.get_trial(trial_id).distributions
                 records = {name: json.loads(distribution_to_json(space)) for name, space in spaces.items()}
