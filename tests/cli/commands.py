@@ -70,7 +70,8 @@ def unchanged_process() -> Iterator[None]:
         for log, level, handlers, disabled in before:
             for handler in set(log.handlers) - set(handlers):
                 handler.close()
-            log.setLevel(level)
+            if log.level != level:  # each change visits all loggers
+                log.setLevel(level)
             log.handlers[:], log.disabled = handlers, disabled
         own = set(sys.path) - set(path)
         for module in set(sys.modules) - modules:

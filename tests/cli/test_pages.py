@@ -56,7 +56,8 @@ LINES = [(name, line) for name, page in PAGES.items() for text in fenced(page, "
 # .ci/run installs the package, and pytest is already running.
 SHELL = r"python3 -m venv |pip install |pytest "
 NEIGHBOURS = r"Neighbours: .*\[the guide\]\(../../README.md#the-guide\)\."
-COMMANDS = list(dict.fromkeys(line for _, line in LINES if not re.match(SHELL, line)))
+# Each command once, though pages describe it with different comments.
+COMMANDS = list({line.partition("  #")[0].rstrip(): line for _, line in LINES if not re.match(SHELL, line)}.values())
 FIRST, *OTHERS = COMMANDS
 # Commands with arguments inside sentences.
 SENTENCES = "\n".join(re.sub(r"^```.*?^```$", "", page, flags=re.M | re.S) for page in PAGES.values())
@@ -75,6 +76,8 @@ FILES = [
     for text in fenced(page, "(?:yaml|python)")
     if (named := re.match(HEAD, text))
 ]
+# prefix of an experiment: frames; it collects more before its first update, or updates often
+FRAMES = {"pets": 510, "mbpo": 510, "rlpd": 300}
 # setting: prefix of the run's folder. Other folders start with the name of the experiment.
 NAMES = {"data=vanilla": "a2c_cartpole_vanilla", "data=ppod": "ppo_cartpole_ppod"}
 
@@ -86,6 +89,7 @@ def run_line(line: str, folder: Path, frames: int, run: Path | None = None) -> D
     assert function == "main"
     trains = module.endswith(".train") and not {"--help", "--info"} & set(arguments)
     few = [f"data.total_frames={frames}", "eval_episodes=2"] if trains and "data=offline" not in arguments else []
+    few += ["data.updates_per_epoch=20"] if trains and "data=offline" in arguments else []
     if trains and line != FIRST:  # the README states the first run's folder name
         few.append("data.eval_episodes=2")
     with forked_workers() if "vtrace" in line else contextlib.nullcontext():
@@ -284,7 +288,8 @@ def test_command_runs_as_it_is_written(line, first):
     folder, run, _ = first
     before = runs_below(folder)
     resumed = "last.ckpt" in line
-    done = run_line(line, folder, 2048 if resumed else 510 if re.search("=(pets|mbpo)_", line) else 1024, run)
+    frames = next((number for name, number in FRAMES.items() if f"={name}_" in line), 1024)
+    done = run_line(line, folder, 2048 if resumed else frames, run)
     new = runs_below(folder) - before
     if "torchrl-lightning-train" not in line or "--help" in line:
         assert not new

@@ -42,7 +42,7 @@ def takes(function: Any, names: str | None) -> bool:
     return wanted <= parameters.keys() or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
-def is_on_device(name: str, owner: str) -> bool:
+def name_exists(name: str, owner: str) -> bool:
     """Return whether a name exists as a config option, an export, or an argument or member of the table's class."""
     if "=" in name:
         return name in CONFIGS
@@ -69,7 +69,7 @@ def test_page_leads_from_every_documented_name_to_one_that_is_there(page):
         for theirs, ours in rows:
             wanted = names_in(theirs if ours == "the same" else ours)
             assert wanted or ours == "none", theirs
-            assert [name for name in wanted if not is_on_device(name, owner)] == [], (page, theirs)
+            assert [name for name in wanted if not name_exists(name, owner)] == [], (page, theirs)
 
 
 def test_defaults_beside_stable_baselines3s_are_those_of_the_command():

@@ -29,12 +29,26 @@ CHOSEN = {
     ],
     "data set": ["HDF5 that is a FIFO"],
 }
+# All readers of checkpoints open the file with the same function, which refuses these before a reader sees a value.
+REFUSED_AT_ONCE = {
+    "no byte",
+    "a FIFO",
+    "pickle, a bytearray of 3 GB",
+    "pickle, a stride of zero",
+    "pickle, lists that unfold",
+}
+SOME_READERS = ("load_policy", "inspect", "resume")
 
 
 @cache
+def listed() -> list[Case]:
+    """Return all hostile files. Not at import, because every test worker collects this file."""
+    return all_cases()
+
+
 def cases() -> dict[tuple[str, str], Case]:
-    """Return all hostile files by kind and name. Not at import, because every test worker collects this file."""
-    return {(case.kind, case.name): case for case in all_cases()}
+    """Return all hostile files by kind and name."""
+    return {(case.kind, case.name): case for case in listed()}
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +62,15 @@ def test_whole_files_are_read(base, tmp_path):
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in CHOSEN.items() for name in names])
 def test_hostile_file_runs_writes_and_costs_nothing(base, tmp_path, kind, name):
-    readings = readings_of(cases()[kind, name], READERS[kind], base, tmp_path / "file")
+    readers = READERS[kind]
+    if kind == "checkpoint" and name in REFUSED_AT_ONCE:
+        readers = {reader: readers[reader] for reader in SOME_READERS}
+    readings = readings_of(cases()[kind, name], readers, base, tmp_path / "file")
     problems = [problem for _, reading in readings for problem in reading.problems]
     assert problems == []
 
 
 def test_names_are_unique_and_each_kind_has_readers():
-    assert len(cases()) == len(all_cases()) > 380
-    assert {case.kind for case in all_cases()} <= set(READERS)
+    assert len(cases()) == len(listed()) > 380
+    assert {case.kind for case in listed()} <= set(READERS)
+    assert set(CHOSEN["checkpoint"]) >= REFUSED_AT_ONCE

@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
+from torchrl_lightning._hydra.compat import initialized
 from torchrl_lightning._hydra.paths import CONF_DIR
 from torchrl_lightning._hydra.schemas import register_schemas
+from torchrl_lightning.cli.config.compose import keep_sources
 
 
 @contextmanager
@@ -44,5 +46,6 @@ def composed_run(*overrides: str, into: Path | str = "here") -> DictConfig:
 
 @cache
 def _composed(name: str, overrides: tuple[str, ...], folder: Path, hydra: bool) -> DictConfig:
-    with only_our_schemas(), initialize_config_dir(str(folder), version_base="1.3"):
+    with only_our_schemas(), initialized(str(folder), "app") as hydra_app:
+        keep_sources(hydra_app.config_loader.get_sources())
         return compose(name, list(overrides), return_hydra_config=hydra)

@@ -217,7 +217,7 @@ class UnbuildableEnv(CountingEnv):
 
 
 def test_error_of_a_start_is_not_answered_by_restarts(make_collector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    collector = make_collector(UnbuildableEnv)
+    collector = make_collector(UnbuildableEnv, num_collectors=1)
     with pytest.raises(WorkerFault, match="the simulator is missing"):
         collector.rollout()
     assert (collector.deaths, collector.closed) == (0, True)
@@ -227,7 +227,7 @@ def test_error_of_a_start_is_not_answered_by_restarts(make_collector: Any, monke
             raise ModuleNotFoundError("No module named 'here_alone'")
 
     monkeypatch.setattr("torchrl_lightning.ray.ray_collector.RolloutActor", Failing)
-    collector = make_collector()
+    collector = make_collector(num_collectors=1)
     message = (
         r"^Collector worker \d cannot start: ModuleNotFoundError: No module named 'here_alone'.* same versions .*$"
     )
@@ -256,7 +256,7 @@ def test_setup_that_fails_on_a_machine_raises_one_line(make_collector: Any, monk
 
     monkeypatch.setattr(ray_collector, "wait_for", fail)
     with pytest.raises(ClusterFault, match=r"^Collector worker \d cannot run .*no such package in .* remote_configs"):
-        make_collector().rollout()
+        make_collector(num_collectors=1).rollout()
 
 
 def test_sync_collector_raises_if_an_actor_dies(make_collector: Any) -> None:

@@ -86,10 +86,8 @@ stratified=False)
 class _Schema(ConfigNode):
     """An entry of Hydra's ConfigStore that builds its config on first read, because most schemas are never read."""
 
-    config: DictConfig | None = None
-    is_open = False
-
     group: str
+    own_config: DictConfig | None = None  # of the copy of this entry that Hydra makes for each read
 
     def __init__(self, name: str, target: str, group: str) -> None:
         self.name, self.target, self.group = name, target, group
@@ -97,29 +95,38 @@ class _Schema(ConfigNode):
 
     @property
     def node(self) -> DictConfig:
-        """The config; callers may change it."""
-        if self.config is None:
-            self.config = OmegaConf.structured(schema(self.target))
-        OmegaConf.set_struct(self.config, False if _Schema.is_open else None)
-        return self.config
+        """The config. All copies of an entry share it until Hydra assigns them a copy of the config."""
+        return _config(self.target, _are_open) if self.own_config is None else self.own_config
 
     @node.setter
     def node(self, node: DictConfig) -> None:
-        self.config = node
+        self.own_config = node
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Schema:
         """Return this entry: Hydra copies its whole store for each config, and copies a node when it reads it."""
         return self
 
 
+@cache
+def _config(target: str, is_open: bool) -> DictConfig:
+    config: DictConfig = OmegaConf.structured(schema(target))
+    if is_open:
+        OmegaConf.set_struct(config, False)
+    return config
+
+
+_are_open = False  # whether configs accept settings outside their schema
+
+
 @contextmanager
 def open_schemas() -> Iterator[None]:
     """Allow settings outside the schema in a ``with`` block, for components configured with another class."""
-    _Schema.is_open = True
+    global _are_open
+    _are_open = True
     try:
         yield
     finally:
-        _Schema.is_open = False
+        _are_open = False
 
 
 def register_schemas() -> None:
@@ -133,7 +140,7 @@ def register_schemas() -> None:
 
 @cache
 def _schemas() -> list[_Schema]:
-    """Return one entry for each class, which keeps the config that it builds."""
+    """Return one entry for each class."""
     return [
         _Schema(f"{part['name']}.yaml", target, f"{GROUP}/{part['group']}") for target, part in schema_data().items()
     ]

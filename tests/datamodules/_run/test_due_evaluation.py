@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -89,18 +92,53 @@ def check_same(folder: Path, make: Any, schedule: dict[str, Any], before: Any, p
     assert torch.equal(weights, whole[2])
 
 
+class SaveAtEachCall(Callback):
+    """Save a checkpoint at each call of the hooks, with the evaluations and the folder of this time."""
+
+    def __init__(self, folder: Path, into: Path) -> None:
+        self.folder, self.into = folder, into
+        self.evaluations: Evaluations | None = None
+        self.saved: dict[str, list[tuple[Path, list[tuple[int, int, float]]]]] = {hook: [] for hook in HOOKS}
+        for hook in HOOKS:
+            setattr(self, hook, partial(self.save, hook))
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.evaluations = next(each for each in trainer.callbacks if isinstance(each, Evaluations))
+
+    def save(self, hook: str, trainer: L.Trainer, *_: Any) -> None:
+        assert self.evaluations is not None
+        copied = self.into / f"{hook} {len(self.saved[hook]) + 1}"
+        self.folder.mkdir(exist_ok=True)
+        shutil.copytree(self.folder, copied)
+        trainer.save_checkpoint(copied / "stopped.ckpt")
+        self.saved[hook].append((copied, list(self.evaluations.seen)))
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]:
+    """Return a function that makes each run once: the folder, the result, and what was saved at each call of a hook."""
+
+    @cache
+    def make(stream: str, schedule: str) -> Any:
+        folder = tmp_path_factory.mktemp("saved")
+        saving = SaveAtEachCall(folder / "run", folder)
+        whole = run(folder / "run", STREAMS[stream], SCHEDULES[schedule], saving)
+        assert whole[2].equal(run(folder / "alone", STREAMS[stream], SCHEDULES[schedule])[2])
+        return folder / "run", whole, saving.saved
+
+    return make
+
+
 @pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.parametrize("make", STREAMS.values(), ids=STREAMS)
-def test_resumed_run_evaluates_as_an_uninterrupted_one(
-    make: Any, schedule: dict[str, Any], hook: str, tmp_path: Path
-) -> None:
-    whole = run(tmp_path / "whole", make, schedule)
-    counts = range(1, (STEPS if hook == "on_train_batch_end" else len(whole[0])) + 1)
-    for count in counts:
-        path = tmp_path / f"{count}.ckpt"
-        before = run(tmp_path / f"cut {count}", make, schedule, StopAt(hook, count, path))
-        check_same(tmp_path / f"cut {count}", make, schedule, before, path, whole)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("stream", STREAMS)
+def test_resumed_run_evaluates_as_an_uninterrupted_one(stream: str, schedule: str, hook: str, saved_run: Any) -> None:
+    folder, whole, saved = saved_run(stream, schedule)
+    assert len(saved[hook]) == (STEPS if hook == "on_train_batch_end" else len(whole[0]))
+    for copied, before in saved[hook]:
+        shutil.rmtree(folder)
+        shutil.copytree(copied, folder)
+        check_same(folder, STREAMS[stream], SCHEDULES[schedule], before, folder / "stopped.ckpt", whole)
 
 
 @pytest.mark.parametrize("make", STREAMS.values(), ids=STREAMS)

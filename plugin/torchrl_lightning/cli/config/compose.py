@@ -63,7 +63,7 @@ from torchrl_lightning.cli.error_messages import (
 # A number such as 1e5. Hydra reads it as a float, but the setting may be an integer.
 _POWER_OF_TEN = re.compile(r"(?<=[=,])\d+(?:\.\d+)?[eE]\+?\d{1,2}(?=,|$)")
 
-_OWN_FILES: dict[tuple[Path, str], ConfigResult] = {}  # loaded files of this package
+_LOADED_FILES: dict[tuple[Path, str], ConfigResult] = {}  # of this package and of Hydra
 
 _GLOBAL_GROUPS = ("experiment", "debug", "hparams_search")  # their files set settings of the whole run
 
@@ -100,18 +100,23 @@ def _load_limited(load: Callable[[str], ConfigResult], folder: Path, config_path
 
 
 def _load_once(load: Callable[[str], ConfigResult], folder: Path, config_path: str) -> ConfigResult:
-    """Load a config file of this package once, because each job of a sweep needs it."""
-    if (folder, config_path) not in _OWN_FILES:
-        _OWN_FILES[folder, config_path] = load(config_path)
-    return deepcopy(_OWN_FILES[folder, config_path])  # Hydra changes the config
+    """Load a config file of this package or of Hydra once, because each job of a sweep needs it."""
+    if (folder, config_path) not in _LOADED_FILES:
+        _LOADED_FILES[folder, config_path] = load(config_path)
+    return deepcopy(_LOADED_FILES[folder, config_path])  # Hydra changes the config
 
 
-def _wrap_files(sources: list[ConfigSource]) -> None:
-    """Load our own files once. Check other files before each loading, because ``--config-dir`` may be untrusted."""
-    own_folders = {str(CONF_DIR), str(EXPORT_DIR)}
+def keep_sources(sources: list[ConfigSource]) -> None:
+    """Load our own files and Hydra's once, and do not copy the sources for each config.
+
+    Files of other folders are checked before each loading, because ``--config-dir`` may be untrusted.
+    """
+    constant = {str(CONF_DIR), str(EXPORT_DIR), "hydra.conf"}
     for source in sources:
-        if source.scheme() == "file":
-            load = _load_once if source.path in own_folders else _load_limited
+        # Hydra copies its sources with the whole ConfigStore for each config, but does not change them.
+        source.__deepcopy__ = lambda _, source=source: source  # type: ignore[attr-defined]
+        if source.path in constant or source.scheme() == "file":
+            load = _load_once if source.path in constant else _load_limited
             source.load_config = partial(load, source.load_config, Path(source.path))  # type: ignore[method-assign]
 
 
@@ -138,7 +143,7 @@ class CommandLoader(ConfigLoader):
 
     def __init__(self, hydra: ConfigLoader, *, resumes: bool) -> None:
         self._hydra, self._resumes = hydra, resumes
-        _wrap_files(hydra.get_sources())
+        keep_sources(hydra.get_sources())
         self._records: dict[Path, Record | None] = {}
         self._next_config: tuple[list[str], DictConfig] | None = None  # overrides of the next load and their config
         self._dropped_settings: list[tuple[DictConfig, list[str]]] = []  # configs and their dropped settings
