@@ -15,8 +15,8 @@ Run = Callable[..., Done]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    def run_command(name: str, *arguments: str, expect: int = 0) -> Done:
-        done = call(name, *arguments, cwd=tmp_path)
+    def run_command(name: str, *arguments: str, expect: int = 0, draws: bool = False) -> Done:
+        done = call(name, *arguments, cwd=tmp_path, draws=draws)
         assert done.returncode == expect, done.stdout + done.stderr
         return done
 
@@ -28,7 +28,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Return the folder and stdout of a tiny run. It resets before each batch, so it can be repeated bit for bit."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     settings = ["logger=many", "data.reset_at_each_batch=true", f"hydra.run.dir={folder}", "seed=3"]
-    done = call("train", *TINY, *settings, cwd=folder.parent)
+    done = call("train", *TINY, *settings, cwd=folder.parent, draws=True)
     assert done.returncode == 0, done.stderr
     return folder, done.stdout
 

@@ -93,7 +93,7 @@ def run_line(line: str, folder: Path, frames: int, run: Path | None = None) -> D
     if trains and line != FIRST:  # the README states the first run's folder name
         few.append("data.eval_episodes=2")
     with forked_workers() if "vtrace" in line else contextlib.nullcontext():
-        done = call(module.rpartition(".")[2], *arguments, *few, cwd=folder)
+        done = call(module.rpartition(".")[2], *arguments, *few, cwd=folder, draws=line == FIRST)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 

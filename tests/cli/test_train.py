@@ -173,7 +173,7 @@ def test_debug_runs_and_keeps_nothing(run, tmp_path):
 def test_profiled_run_without_an_evaluation_draws_its_training_returns(run, tmp_path, monkeypatch):
     # Lightning sets this at its import in a fresh process.
     monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", False)
-    done = run("train", "debug=profiler", *TINY, "data.total_frames=128", "hydra.run.dir=run")
+    done = run("train", "debug=profiler", *TINY, "data.total_frames=128", "hydra.run.dir=run", draws=True)
     assert "run_training_epoch" in done.stdout + done.stderr
     assert last_line(done.stdout)[4] == "128"
     assert (tmp_path / "run" / "curve.png").exists()
