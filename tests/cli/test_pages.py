@@ -88,8 +88,9 @@ def run_line(line: str, folder: Path, frames: int, run: Path | None = None) -> D
     module, _, function = SCRIPTS[script].partition(":")
     assert function == "main"
     trains = module.endswith(".train") and not {"--help", "--info"} & set(arguments)
-    few = [f"data.total_frames={frames}", "eval_episodes=2"] if trains and "data=offline" not in arguments else []
-    few += ["data.updates_per_epoch=20"] if trains and "data=offline" in arguments else []
+    is_offline = "data=offline" in arguments
+    few = ["data.updates_per_epoch=20"] if is_offline else [f"data.total_frames={frames}", "eval_episodes=2"]
+    few = few if trains else []
     if trains and line != FIRST:  # the README states the first run's folder name
         few.append("data.eval_episodes=2")
     with forked_workers() if "vtrace" in line else contextlib.nullcontext():

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from torchrl_lightning._hydra.compat import initialized
 from torchrl_lightning._hydra.paths import CONF_DIR
 from torchrl_lightning._hydra.schemas import register_schemas
-from torchrl_lightning.cli.config.compose import keep_sources
+from torchrl_lightning.cli.config.compose import cache_sources
 
 
 @contextmanager
@@ -47,5 +47,5 @@ def composed_run(*overrides: str, into: Path | str = "here") -> DictConfig:
 @cache
 def _composed(name: str, overrides: tuple[str, ...], folder: Path, hydra: bool) -> DictConfig:
     with only_our_schemas(), initialized(str(folder), "app") as hydra_app:
-        keep_sources(hydra_app.config_loader.get_sources())
+        cache_sources(hydra_app.config_loader.get_sources())
         return compose(name, list(overrides), return_hydra_config=hydra)

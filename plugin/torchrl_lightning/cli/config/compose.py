@@ -106,17 +106,17 @@ def _load_once(load: Callable[[str], ConfigResult], folder: Path, config_path: s
     return deepcopy(_LOADED_FILES[folder, config_path])  # Hydra changes the config
 
 
-def keep_sources(sources: list[ConfigSource]) -> None:
+def cache_sources(sources: list[ConfigSource]) -> None:
     """Load our own files and Hydra's once, and do not copy the sources for each config.
 
     Files of other folders are checked before each loading, because ``--config-dir`` may be untrusted.
     """
-    constant = {str(CONF_DIR), str(EXPORT_DIR), "hydra.conf"}
+    packaged = {str(CONF_DIR), str(EXPORT_DIR), "hydra.conf"}
     for source in sources:
         # Hydra copies its sources with the whole ConfigStore for each config, but does not change them.
         source.__deepcopy__ = lambda _, source=source: source  # type: ignore[attr-defined]
-        if source.path in constant or source.scheme() == "file":
-            load = _load_once if source.path in constant else _load_limited
+        if source.path in packaged or source.scheme() == "file":
+            load = _load_once if source.path in packaged else _load_limited
             source.load_config = partial(load, source.load_config, Path(source.path))  # type: ignore[method-assign]
 
 
@@ -143,7 +143,7 @@ class CommandLoader(ConfigLoader):
 
     def __init__(self, hydra: ConfigLoader, *, resumes: bool) -> None:
         self._hydra, self._resumes = hydra, resumes
-        keep_sources(hydra.get_sources())
+        cache_sources(hydra.get_sources())
         self._records: dict[Path, Record | None] = {}
         self._next_config: tuple[list[str], DictConfig] | None = None  # overrides of the next load and their config
         self._dropped_settings: list[tuple[DictConfig, list[str]]] = []  # configs and their dropped settings
