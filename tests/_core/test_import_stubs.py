@@ -93,6 +93,15 @@ def test_module_used_within_the_context_is_imported(folder: Path) -> None:
         assert not isinstance(import_module("heavy_one"), StubModule)
 
 
+def test_package_keeps_the_stub_of_its_module_which_is_imported_on_use(folder: Path) -> None:
+    with stub_modules({"heavy_one.below": {}}):
+        package = import_module("heavy_one")
+        import_module("heavy_one.below")
+    assert "heavy_one.below" not in sys.modules
+    assert package.below.value == 3
+    assert package.below is sys.modules["heavy_one.below"]
+
+
 def test_missing_and_imported_modules_have_no_stub(folder: Path) -> None:
     module = import_module("heavy_one")
     with stub_modules({"heavy_one": {}, "not_there_at_all": {}}):
@@ -150,6 +159,18 @@ jitted(double)(1.5)
 print(loaded())
 import scipy.linalg
 print(scipy.linalg.norm([3.0, 4.0]))
+import torch
+import torchmetrics
+
+class Own(torchmetrics.MeanSquaredError):
+    pass
+
+print(isinstance(Own(), torchmetrics.MeanSquaredError), isinstance(1, torchmetrics.PeakSignalNoiseRatio))
+print(torchmetrics.Accuracy(task="binary")(torch.tensor([1, 0]), torch.tensor([1, 1])).item())
+print(torchmetrics.functional.regression.mean_squared_error(torch.ones(2), torch.zeros(2)).item())
+print(torchmetrics.retrieval.RetrievalMRR.__name__)
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert result.stdout.split("\n") == ["[]", "[]", "5.0", ""], result.stderr
+    assert result.stdout.split("\n") == ["[]", "[]", "5.0", "True False", "0.5", "1.0", "RetrievalMRR", ""], (
+        result.stderr
+    )

@@ -1,7 +1,7 @@
 """Start our own processes faster by importing libraries without their rarely used dependencies.
 
-Lightning imports torch's compiler and TorchMetrics, which imports SciPy and matplotlib. TorchRL imports Ray and MuJoCo.
-Numba imports SciPy's linear algebra, which our kernels do not use.
+Lightning imports torch's compiler and all metrics of TorchMetrics, which imports SciPy and matplotlib. TorchRL imports
+Ray and MuJoCo. Numba imports SciPy's linear algebra, which our kernels do not use.
 Stubs replace these modules while the libraries are imported. A later import loads the real module, and names bound to a
 stub resolve on first use. Only our commands and the processes of collectors use this module.
 """
@@ -21,7 +21,12 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 COMPILER = "torch._dynamo"
-DEFERRED = (COMPILER, "scipy", "torchmetrics.utilities.plot", "ray", "mujoco")
+_METRICS = ("classification", "clustering", "detection", "image", "multimodal", "nominal", "regression", "retrieval")
+_METRICS += ("segmentation", "shape", "text", "video")
+DEFERRED = (
+    *(COMPILER, "scipy", "ray", "mujoco", "torchmetrics.utilities.plot"),
+    *(f"torchmetrics.{group}{name}" for group in ("", "functional.") for name in _METRICS),
+)
 """The modules that are not imported with the libraries."""
 COLLECTING = ("tensordict.nn", "torchrl.envs", "gymnasium")
 """The libraries of a process that only collects."""
@@ -179,11 +184,7 @@ class _StubFinder(MetaPathFinder, Loader):
         del self.contents[root]
         for module_name, module in list(sys.modules.items()):
             if f"{module_name}.".startswith(f"{root}.") and isinstance(module, StubModule):
-                del sys.modules[module_name]
-                parent_name, _, attribute = module_name.rpartition(".")
-                parent_module = sys.modules.get(parent_name)
-                if parent_module is not None and vars(parent_module).get(attribute) is module:
-                    delattr(parent_module, attribute)
+                del sys.modules[module_name]  # the parent module keeps the stub, which imports the real module on use
 
 
 class _NumbaFinder(MetaPathFinder):
