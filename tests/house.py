@@ -161,7 +161,7 @@ def run(root: Path, *arguments: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure a checkout.")
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parents[1])
-    parser.add_argument("--walks", action="store_true", help="run a few steps of training, too")
+    parser.add_argument("--walks", action="store_true", help="also walk through a few steps of training")
     arguments = parser.parse_args()
     root = arguments.folder.resolve()
     show(root)

@@ -119,10 +119,10 @@ class Apart(L.Callback):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"max_steps": 5}, "max_steps or min_steps counts them"),
-        ({"val_check_interval": 3, "limit_val_batches": 1}, "val_check_interval=3 counts them"),
-        ({"val_check_interval": 0.5, "limit_val_batches": 1}, "val_check_interval=0.5 counts them"),
-        ({"limit_train_batches": 4}, "limit_train_batches=4 counts them"),
+        ({"max_steps": 5}, "max_steps or min_steps counts the steps"),
+        ({"val_check_interval": 3, "limit_val_batches": 1}, "val_check_interval=3 counts the steps"),
+        ({"val_check_interval": 0.5, "limit_val_batches": 1}, "val_check_interval=0.5 counts the steps"),
+        ({"limit_train_batches": 4}, "limit_train_batches=4 counts the steps"),
         ({"callbacks": [lambda: ModelCheckpoint(every_n_train_steps=2)]}, "every_n_train_steps of ModelCheckpoint"),
         ({"callbacks": [Seeing]}, "Seeing has hooks on batches"),
         ({"callbacks": [SeeingBar], "enable_progress_bar": True}, "SeeingBar has hooks on batches"),

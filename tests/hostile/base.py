@@ -21,7 +21,7 @@ def make_base(folder: Path) -> Base:
     """Train for a few frames; return the checkpoint, a published policy and the config of each command."""
     torch.set_num_threads(1)  # a fork does not copy threads
     with contextlib.suppress(ImportError):
-        import h5py  # noqa: F401  # whose imports run a command
+        import h5py  # noqa: F401  # imported here, because these imports run a command
         import minari  # noqa: F401
     run = folder / "run"
     settings = [*TINY, "data.total_frames=128", "data.eval_episodes=1", "eval_episodes=1"]

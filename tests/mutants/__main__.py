@@ -61,9 +61,9 @@ CALLS = {
 def main() -> None:
     """Run the mutants that the command line names, or print random places."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("numbers", nargs="*", help="numbers of mutants, all by default; or: draw COUNT")
-    arguments.add_argument("--jobs", type=int, default=2, help="mutants that are tried at the same time")
-    arguments.add_argument("--seed", type=int, default=0, help="of the places that are drawn")
+    arguments.add_argument("numbers", nargs="*", help="the numbers of the mutants (default: all), or draw COUNT")
+    arguments.add_argument("--jobs", type=int, default=2, help="number of mutants to run in parallel")
+    arguments.add_argument("--seed", type=int, default=0, help="seed of the random places")
     options = arguments.parse_args()
     if options.numbers[:1] == ["draw"]:
         print("\n".join(draw_places(int(options.numbers[1]), options.seed)))

@@ -100,8 +100,10 @@ class StepSize:
         fitting = (updates for most, updates in TABLE if parameters * batch_size <= most)
         self._chosen = next(fitting, 1) if reason is None else 1
         if trainer.is_global_zero:
-            description = f"{parameters} parameters, batches of {batch_size}" if reason is None else reason
-            logger.info("updates_per_step=auto: %d (%s).", self._chosen, description)
+            cause = (
+                f"for {parameters} parameters and batches of {batch_size}" if reason is None else f"because {reason}"
+            )
+            logger.info("Updates in each Lightning step: %d (updates_per_step=auto, %s).", self._chosen, cause)
 
 
 def _reason_for_one(trainer: Any, learner: Any) -> str | None:
@@ -112,15 +114,15 @@ def _reason_for_one(trainer: Any, learner: Any) -> str | None:
     if not _declares_loop(learner):
         return f"{name} does not declare loops_over_updates = True beside its training_step"
     if trainer.max_steps != -1 or trainer.min_steps:
-        return "max_steps or min_steps counts them"
+        return "max_steps or min_steps counts the steps"
     interval = val_check_interval(trainer)
     if interval != 1.0 or isinstance(interval, int):
-        return f"val_check_interval={interval} counts them"
+        return f"val_check_interval={interval} counts the steps"
     if trainer.limit_train_batches != 1.0 or isinstance(trainer.limit_train_batches, int):
-        return f"limit_train_batches={trainer.limit_train_batches} counts them"
+        return f"limit_train_batches={trainer.limit_train_batches} counts the steps"
     callback = next((part for part in trainer.callbacks if getattr(part, "_every_n_train_steps", 0)), None)
     if callback is not None:
-        return f"every_n_train_steps of {type(callback).__name__} counts them"
+        return f"every_n_train_steps of {type(callback).__name__} counts the steps"
     part = next(filter(_has_batch_hooks, (learner, trainer.datamodule, *trainer.callbacks)), None)
     return None if part is None else f"{type(part).__name__} has hooks on batches"
 
