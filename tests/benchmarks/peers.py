@@ -1,22 +1,16 @@
-"""Compare the parts and runs in which a peer is ahead or close, and store the results with the state of the machine.
+"""Compare training runs and parts with other libraries, and write the results into the page on speed.
 
-    python tests/benchmarks/peers.py run [--rows ppo_512 sac ...]
+    python tests/benchmarks/peers.py run [--rows ppo_512 sac ...] [--check]
     python tests/benchmarks/peers.py table
 
 ``run`` measures each row in a process of its own, with all contenders interleaved on one thread, and writes
-``examples/results/speed/TIME.json``. ``table`` prints the median of all stored runs of each row with their range. Runs
-that begin less than 30 minutes after a counted run are not counted, because they share its load.
+``examples/results/speed/TIME.json`` with the state of the machine. ``--check`` compares with the stored runs instead:
+it exits with 1 if a ratio is more than a tenth worse than all of them. ``table`` writes the median of the newest three
+runs of each row, with their range, into ``examples/guide/speed.md`` and the README. Runs that begin less than 30
+minutes after a counted run are not counted, because they share its load.
 
 A ratio divides the peer's time by ours, or our speed by the peer's, so that more than 1 means that ours is faster. The
-row ``memory`` divides our peak by the peer's.
-
-* ``ppo_128``, ``ppo_512``, ``ppo_1024``: PPO on EnvPool's CartPoles beside rejax, without its compilation.
-* ``sac``, ``td3``: 256 units in each layer, beside Stable-Baselines3 and SBX, with one or four updates in a row.
-* ``ppo_pong``: PPO on images beside lean Stable-Baselines3.
-* ``collect_8``, ``collect_128``, ``collect_1024``: collecting CartPole beside the fastest way of TorchRL.
-* ``uniform_32``, ``prioritized_32``: samples of a million transitions beside cpprb. cpprb returns arrays. A second
-  contender converts them to tensors, as a learner needs them.
-* ``memory``: a short run of the command beside Stable-Baselines3 with a learning curve.
+row ``memory`` divides our peak by the peer's. If a peer has several ways to do the same, its fastest one counts.
 """
 
 from __future__ import annotations
@@ -24,8 +18,10 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -40,38 +36,68 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import compare, one_thread, say
+from benchmarks.harness import Contender, compare, one_thread, say
 
 if __name__ == "__main__" and sys.argv[1:2] == ["row"]:
     one_thread()
     warnings.simplefilter("ignore")
 
 from benchmarks import run_logs
+from benchmarks.results import PROJECT, markdown, with_table
 
-FOLDER = Path(__file__).parents[2] / "examples" / "results" / "speed"
+FOLDER = PROJECT / "examples" / "results" / "speed"
 PACKAGES = ("torch", "torchrl", "numpy", "stable-baselines3", "sbx-rl", "rejax", "jax", "envpool", "cpprb")
-MINUTES = 30
+MINUTES, NEWEST = 30, 3
+AS_COMMAND = "as the command runs"
+COLUMNS = {
+    "Stable-Baselines3": "as it ships",
+    "Stable-Baselines3, lean": "lean",
+    "SBX": "SBX",
+    "bare loop": "bare loop",
+    AS_COMMAND: AS_COMMAND,
+}
+"""The columns of the table of training runs, by the peer's name."""
 Measured = dict[str, list[float]]
 """Speed or cost of each contender, one number per repetition."""
 
 
-def end_to_end(name: str, repetitions: int, scale: float) -> tuple[Measured, dict[str, float]]:
+def whole_run(name: str, repetitions: int, scale: float) -> tuple[Measured, dict[str, float]]:
     """Return frames per second of processor time, and our ratio to each peer."""
-    from benchmarks.end_to_end import ANY_SBX, LEAN, OURS, REJAX, SB3, SBX, measure, runs
+    from benchmarks.end_to_end import ANY_SBX, BARE, COMMAND, LEAN, OURS, REJAX, SB3, SBX, measure, runs
 
     run = runs(scale)[name]()
-    if name == "ppo_pong":
-        peers: tuple[str, ...] = (LEAN,)
-    else:
-        peers = (REJAX,) if name.startswith("ppo") else (SB3, LEAN, *ANY_SBX)
-    asked = {key: training for key, training in run.contenders.items() if key in (OURS, *peers)}
-    speeds = measure(replace(run, contenders=asked), repetitions)
+    asked = (OURS, SB3, LEAN, *ANY_SBX, REJAX, BARE, COMMAND)
+    speeds = measure(
+        replace(run, contenders={key: run.contenders[key] for key in asked if key in run.contenders}), repetitions
+    )
     middle = {key: statistics.median(values) for key, values in speeds.items()}
-    best: dict[str, float] = {}
-    for key in peers:
-        group = SBX if key in ANY_SBX else key
-        best[group] = max(best.get(group, 0.0), middle[key])
-    return speeds, {f"{name}, {peer}": middle[OURS] / speed for peer, speed in best.items()}
+    ratios: dict[str, float] = {}
+    for key, speed in middle.items():
+        if key == COMMAND:
+            ratios[f"{name}, {AS_COMMAND}"] = speed / middle[OURS]
+        elif key != OURS:
+            peer = f"{name}, {SBX if key in ANY_SBX else key}"
+            ratios[peer] = min(ratios.get(peer, math.inf), middle[OURS] / speed)
+    return speeds, ratios
+
+
+def part(name: str, contenders: Mapping[str, Contender], peers: Sequence[str]) -> tuple[Measured, dict[str, float]]:
+    """Return microseconds per call, and the ratio of each peer; the first contender is ours.
+
+    Args:
+        name: The name of the row.
+        contenders: The functions to time.
+        peers: The beginnings of the contenders' names.
+    """
+    timings = compare(contenders, repetitions=21, seconds=0.05)
+    times = {timing.name: timing.median for timing in timings}
+    ours = times[next(iter(contenders))]
+    ratios = {}
+    for peer in peers:
+        found = [time for key, time in times.items() if key.startswith(peer)]
+        if found:
+            ratios[f"{name}, {peer}"] = min(found) / ours
+    return {timing.name: [timing.low, timing.median, timing.high] for timing in timings}, ratios
 
 
 def collecting(num_envs: int, steps: int) -> tuple[Measured, dict[str, float]]:
@@ -85,6 +111,30 @@ def collecting(num_envs: int, steps: int) -> tuple[Measured, dict[str, float]]:
     return {timing.name: [timing.median] for timing in timings}, {f"collect_{num_envs}, TorchRL": ratio}
 
 
+def estimator(kind: str, steps: int, num_envs: int) -> tuple[Measured, dict[str, float]]:
+    """Return microseconds per estimate of advantages, ``kind`` is ``gae`` or ``vtrace``."""
+    from benchmarks import estimators
+
+    build = estimators.gae_contenders if kind == "gae" else estimators.vtrace_contenders
+    contenders = build(estimators.Problem(steps, num_envs))
+    estimators.agree(contenders)
+    timed = {name: run for name, (run, _) in contenders.items() if name != estimators.BARE}
+    return part(f"{kind}_{steps}x{num_envs}", timed, ("rlax", "TorchRL", "Tianshou", "Stable-Baselines3"))
+
+
+def writing() -> tuple[Measured, dict[str, float]]:
+    """Return microseconds per step of eight environments with nine entries, when an episode ends."""
+    from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+    from benchmarks import ring
+    from torchrl_lightning import ExperienceBuffer, RingStorage
+
+    size = 1_000_000
+    ours = ring.adding_nine(ExperienceBuffer(storage=RingStorage(size), num_envs=ring.ENVS))
+    theirs = ring.adding_nine(TensorDictReplayBuffer(storage=LazyTensorStorage(size)))
+    return part("write_8", {"ours": ours, "TorchRL": theirs}, ("TorchRL",))
+
+
 def as_tensors(sample: Callable[[], Mapping[str, Any]]) -> Callable[[], object]:
     """Return a function that samples and converts all arrays to tensors."""
     import torch
@@ -92,30 +142,49 @@ def as_tensors(sample: Callable[[], Mapping[str, Any]]) -> Callable[[], object]:
     return lambda: {key: torch.from_numpy(value) for key, value in sample().items()}
 
 
-def uniform_32() -> tuple[Measured, dict[str, float]]:
-    """Return microseconds per uniform sample of 32 transitions."""
+def uniform(batch: int) -> tuple[Measured, dict[str, float]]:
+    """Return microseconds per uniform sample of a million transitions."""
     from benchmarks import ring
 
-    sample = partial(ring.cpprb(10**6)[0], 32)
-    return _sampling("uniform_32", partial(ring.ours(10**6).sample, 32), sample, as_tensors(sample))
+    arrays = partial(ring.cpprb(10**6)[0], batch)
+    ours = partial(ring.ours(10**6).sample, batch)
+    return _beside_cpprb(f"uniform_{batch}", ours, arrays)
 
 
-def prioritized_32() -> tuple[Measured, dict[str, float]]:
-    """Return microseconds per prioritized sample of 32 transitions with an update of their priorities."""
+def prioritized(batch: int) -> tuple[Measured, dict[str, float]]:
+    """Return microseconds per prioritized sample of a million transitions with an update of their priorities."""
     from benchmarks import prioritized
 
-    sample: Any = prioritized.cpprb(10**6, 32)
-    return _sampling("prioritized_32", prioritized.ours(10**6, 32), sample, as_tensors(sample))
+    arrays: Any = prioritized.cpprb(10**6, batch)
+    return _beside_cpprb(f"prioritized_{batch}", prioritized.ours(10**6, batch), arrays)
 
 
-def _sampling(
-    name: str, ours: Callable[[], object], arrays: Callable[[], object], tensors: Callable[[], object]
+def _beside_cpprb(
+    name: str, ours: Callable[[], object], arrays: Callable[[], Mapping[str, Any]]
 ) -> tuple[Measured, dict[str, float]]:
-    contenders = {"ours": ours, "cpprb": arrays, "cpprb, as tensors": tensors}
+    contenders = {"ours": ours, "cpprb": arrays, "cpprb, as tensors": as_tensors(arrays)}
     timings = compare(contenders, repetitions=31, seconds=0.05)
     times = {timing.name: timing.median for timing in timings}
     ratios = {f"{name}, {peer}": times[peer] / times["ours"] for peer in [*contenders][1:]}
     return {timing.name: [timing.low, timing.median, timing.high] for timing in timings}, ratios
+
+
+def hindsight(count: int) -> tuple[Measured, dict[str, float]]:
+    """Return microseconds per sample of 256 steps with goals of hindsight."""
+    from benchmarks import hindsight
+
+    data = hindsight.steps(count)
+    mine, other = hindsight.ours(data, count), hindsight.theirs(data, count)
+    contenders = {"ours": mine.sample, "Stable-Baselines3": partial(other.sample, hindsight.BATCH)}
+    return part("hindsight_256", contenders, ("Stable-Baselines3",))
+
+
+def windows(size: int) -> tuple[Measured, dict[str, float]]:
+    """Return microseconds per sample of 256 windows of four steps within episodes."""
+    from benchmarks import slices
+
+    contenders = {"ours": slices.sequences(size, None), "TorchRL": slices.slices(size, None)}
+    return part("windows_256", contenders, ("TorchRL",))
 
 
 def memory() -> tuple[Measured, dict[str, float]]:
@@ -136,15 +205,59 @@ def memory() -> tuple[Measured, dict[str, float]]:
     return peaks, ratios
 
 
+RUNS = {
+    "dqn_8": "DQN CartPole, 8 environments",
+    "dqn_8_hard": "the same, hard target",
+    "dqn_8_three_steps": "the same, three-step returns",
+    "dqn_1": "DQN CartPole, 1 environment",
+    "td3": "TD3 Pendulum, 256 x 256",
+    "sac": "SAC Pendulum, 256 x 256",
+    "ppo_8": "PPO CartPole, 8 environments",
+    "ppo_1": "PPO CartPole, 1 environment",
+    "ppo_pendulum": "PPO Pendulum, 8 environments",
+    "ppo_pong": "PPO Pong, 8 environments",
+}
+"""The titles of the training runs beside Stable-Baselines3, in the order of the page."""
+PARTS = {
+    **{f"ppo_{number}": f"a training run: PPO on {number:,} CartPoles of EnvPool" for number in (128, 512, 1024)},
+    **{f"collect_{number}": f"collecting CartPole, {number:,} environments" for number in (8, 128, 1024)},
+    "gae_128x8": "GAE, 128 steps of 8 environments",
+    "gae_2048x16": "GAE, 2,048 steps of 16 environments",
+    "vtrace_128x8": "V-trace, 128 steps of 8 environments",
+    "write_8": "writing a step of 8 environments, nine entries, an episode ends",
+    "uniform_32": "sampling 32 of a million transitions",
+    "uniform_256": "sampling 256 of a million transitions",
+    "prioritized_32": "the same with priorities and their update, 32",
+    "prioritized_256": "the same with priorities and their update, 256",
+    "hindsight_256": "sampling 256 steps with hindsight, of 100,000",
+    "windows_256": "sampling 256 windows of 4 steps within episodes, of 100,000",
+    "memory of ppo_cartpole": "peak memory of a short `ppo_cartpole`, ours over theirs",
+    "memory of dqn_cartpole": "peak memory of a short `dqn_cartpole`, ours over theirs",
+}
+"""The titles of all other comparisons, in the order of the page."""
 ROWS: dict[str, Callable[[], tuple[Measured, dict[str, float]]]] = {
-    **{f"ppo_{number}": partial(end_to_end, f"ppo_{number}", 3, 1.0) for number in (128, 512, 1024)},
-    **{name: partial(end_to_end, name, 5, 1.0) for name in ("sac", "td3")},
-    "ppo_pong": partial(end_to_end, "ppo_pong", 3, 0.5),
+    **{name: partial(whole_run, name, 3, 0.5) for name in RUNS},
+    "ppo_pendulum": partial(whole_run, "ppo_pendulum", 3, 2.0),  # 40 rollouts, so that one checkpoint counts little
+    **{f"ppo_{number}": partial(whole_run, f"ppo_{number}", 3, 1.0) for number in (128, 512, 1024)},
     **{f"collect_{number}": partial(collecting, number, max(16, 1024 // number)) for number in (8, 128, 1024)},
-    "uniform_32": uniform_32,
-    "prioritized_32": prioritized_32,
+    "gae_128x8": partial(estimator, "gae", 128, 8),
+    "gae_2048x16": partial(estimator, "gae", 2048, 16),
+    "vtrace_128x8": partial(estimator, "vtrace", 128, 8),
+    "write_8": writing,
+    **{f"uniform_{batch}": partial(uniform, batch) for batch in (32, 256)},
+    **{f"prioritized_{batch}": partial(prioritized, batch) for batch in (32, 256)},
+    "hindsight_256": partial(hindsight, 100_000),
+    "windows_256": partial(windows, 100_000),
     "memory": memory,
 }
+AIMS = {
+    **{f"ppo_{number}, rejax": 1.0 for number in (128, 512, 1024)},
+    **{f"collect_{number}, TorchRL": 3.0 for number in (8, 128, 1024)},
+    "uniform_32, cpprb": 1.0,
+    "prioritized_32, cpprb": 1.0,
+    **{f"memory of {name}_cartpole, Stable-Baselines3, with a curve": 1.2 for name in ("ppo", "dqn")},
+}
+"""The ratio that we want to reach; the highest one for memory."""
 
 
 def machine() -> dict[str, Any]:
@@ -164,8 +277,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def run(rows: Sequence[str], folder: Path = FOLDER) -> Path:
-    """Measure rows and store them after each one; return the file."""
+def run(rows: Sequence[str], folder: Path = FOLDER) -> dict[str, float]:
+    """Measure rows, and store them in a file of the folder after each one; return the ratios."""
     folder.mkdir(parents=True, exist_ok=True)
     content: dict[str, Any] = {"machine": machine(), "measured": {}, "ratios": {}, "load": {}}
     path = folder / f"{content['machine']['began'].replace(':', '').partition('+')[0]}.json"
@@ -180,11 +293,11 @@ def run(rows: Sequence[str], folder: Path = FOLDER) -> Path:
         content["ratios"] |= ratios
         say("\n".join(f"{name}: {ratio:.2f}" for name, ratio in ratios.items()))
         path.write_text(json.dumps(content, indent=1) + "\n")
-    return path
+    return dict(content["ratios"])
 
 
 def counted(contents: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Return the ratios of each comparison, of runs that began at least 30 minutes apart."""
+    """Return the ratios of each comparison, of the newest three runs that began at least 30 minutes apart."""
     found: dict[str, list[float]] = {}
     last: dict[str, datetime.datetime] = {}
     for content in sorted(contents, key=lambda content: str(content["machine"]["began"])):
@@ -193,29 +306,103 @@ def counted(contents: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
             if name not in last or began - last[name] >= datetime.timedelta(minutes=MINUTES):
                 found.setdefault(name, []).append(ratio)
                 last[name] = began
+    return {name: ratios[-NEWEST:] for name, ratios in found.items()}
+
+
+def stored(folder: Path = FOLDER) -> dict[str, list[float]]:
+    """Return the counted ratios of each comparison."""
+    return counted([json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))])
+
+
+def is_memory(name: str) -> bool:
+    """Return whether a lower ratio is better."""
+    return name.startswith("memory")
+
+
+def worse(ratios: Mapping[str, float], known: Mapping[str, Sequence[float]]) -> list[str]:
+    """Return a sentence for each ratio that is more than a tenth worse than all stored ones."""
+    found = []
+    for name, ratio in ratios.items():
+        values = known.get(name, ())
+        if values and (ratio > 1.1 * max(values) if is_memory(name) else ratio < 0.9 * min(values)):
+            found.append(f"{name}: {ratio:.2f}, stored are {spread(values)}")
     return found
 
 
-def table(folder: Path = FOLDER) -> str:
-    """Return the table of all stored runs."""
-    contents = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    lines = ["| comparison | median | range | runs |", "| --- | --- | --- | --- |"]
-    for name, ratios in counted(contents).items():
-        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        lines.append(f"| {name} | {statistics.median(ratios):.2f} | {spread} | {len(ratios)} |")
-    return "\n".join(lines) + "\n"
+def spread(ratios: Sequence[float]) -> str:
+    """Return the median of ratios with their range."""
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def aim(name: str, ratios: Sequence[float]) -> str:
+    """Return the ratio to reach, and whether the median misses it."""
+    if name not in AIMS:
+        return ""
+    middle, wanted = round(statistics.median(ratios), 2), AIMS[name]
+    return f"{wanted:.1f}{', missed' * (middle > wanted if is_memory(name) else middle < wanted)}"
+
+
+def runs_table(found: Mapping[str, Sequence[float]]) -> str:
+    """Return the table of training runs beside Stable-Baselines3."""
+    rows = []
+    for name, title in RUNS.items():
+        ratios = [found.get(f"{name}, {peer}", ()) for peer in COLUMNS]
+        if any(ratios):
+            rows.append([title, *(spread(each) if each else "" for each in ratios), str(len(max(ratios, key=len)))])
+    return markdown(("run", *COLUMNS.values(), "runs"), rows)
+
+
+def parts_table(found: Mapping[str, Sequence[float]]) -> str:
+    """Return the table of all other comparisons."""
+    rows = []
+    for name, title in PARTS.items():
+        for key, ratios in found.items():
+            row, _, peer = key.partition(", ")
+            if row == name:
+                rows.append([title, peer, spread(ratios), str(len(ratios)), aim(key, ratios)])
+    return markdown(("work", "other", "ratio", "runs", "to reach"), rows)
+
+
+def summary(found: Mapping[str, Sequence[float]]) -> str:
+    """Return the README's sentence about whole training runs."""
+    middle = {name: statistics.median(found[f"{name}, Stable-Baselines3"]) for name in RUNS}
+    images = middle.pop("ppo_pong")
+    return (
+        f"Training on vector observations is {min(middle.values()):.1f} to {max(middle.values()):.1f} times as fast as "
+        f"Stable-Baselines3 on one core, and PPO on images {images:.2f} times"
+    )
+
+
+def written(folder: Path = FOLDER) -> dict[Path, str]:
+    """Return the texts of the pages with the stored ratios."""
+    found, page, readme = stored(folder), PROJECT / "examples" / "guide" / "speed.md", PROJECT / "README.md"
+    text = page.read_text()
+    for mark, table in {"runs": runs_table(found), "parts": parts_table(found)}.items():
+        text = with_table(text, table, f"peers.py: {mark}")
+    front, count = re.subn(
+        r"Training on vector observations is .*? and PPO on images [\d.]+ times", summary(found), readme.read_text()
+    )
+    assert count == 1
+    return {page: text, readme: front}
 
 
 def main() -> None:
     """Measure, or print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("run").add_argument("--rows", nargs="+", choices=ROWS, default=[*ROWS])
+    running = commands.add_parser("run")
+    running.add_argument("--rows", nargs="+", choices=ROWS, default=[*ROWS])
+    running.add_argument("--check", action="store_true", help="compare with the stored runs, and store nothing")
     commands.add_parser("row").add_argument("name", choices=ROWS)
     commands.add_parser("table")
     arguments = parser.parse_args()
-    if arguments.command == "run":
-        say(f"written: {run(arguments.rows)}")
+    if arguments.command == "run" and arguments.check:
+        with tempfile.TemporaryDirectory() as folder:
+            found = worse(run(arguments.rows, Path(folder)), stored())
+        if found:
+            sys.exit("\n".join(found))
+    elif arguments.command == "run":
+        run(arguments.rows)
     elif arguments.command == "row":
         import logging
 
@@ -226,7 +413,8 @@ def main() -> None:
             logging.getLogger(name).setLevel(logging.ERROR)
         say(json.dumps(ROWS[arguments.name]()))
     else:
-        say(table())
+        for path, text in written().items():
+            path.write_text(text)
 
 
 if __name__ == "__main__":

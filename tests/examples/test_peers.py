@@ -1,4 +1,4 @@
-"""Comparisons with peers: which stored runs count, and the table of their medians."""
+"""Comparisons with other libraries: which stored runs count, and the tables of their medians."""
 
 from __future__ import annotations
 
@@ -19,10 +19,86 @@ def test_runs_that_begin_within_30_minutes_of_a_counted_run_do_not_count():
     assert peers.counted(runs[::-1]) == peers.counted(runs)
 
 
-def test_table_shows_median_range_and_number_of_the_counted_runs(tmp_path):
-    for number, ratio in enumerate((1.2, 0.8, 1.1)):
-        (tmp_path / f"{number}.json").write_text(json.dumps(stored(f"1{number}:00", a=ratio)))
-    assert peers.table(tmp_path).splitlines()[2] == "| a | 1.10 | 0.80 to 1.20 | 3 |"
+def test_newest_three_runs_count():
+    runs = [stored(f"1{number}:00", a=float(number)) for number in range(5)]
+    assert peers.counted(runs) == {"a": [2.0, 3.0, 4.0]}
+
+
+def test_pages_have_the_ratios_of_the_stored_runs():
+    """Write them with ``python tests/benchmarks/peers.py table``."""
+    for path, text in peers.written().items():
+        assert path.read_text() == text, path
+
+
+def test_every_stored_comparison_has_a_place_on_the_page():
+    rows = {key.partition(", ")[0] for key in peers.stored()}
+    assert rows <= {*peers.RUNS, *peers.PARTS}
+    assert {key.partition(", ")[0] for key in peers.AIMS} <= {*peers.PARTS}
+    assert {*peers.ROWS} - {"memory"} <= {*peers.RUNS, *peers.PARTS}
+
+
+def test_tables_show_median_range_runs_and_whether_an_aim_is_missed():
+    found = {
+        "sac, Stable-Baselines3": [2.0, 1.0, 3.0],
+        "sac, SBX": [1.04],
+        "uniform_32, cpprb": [0.9],
+        "uniform_32, cpprb, as tensors": [1.2],
+        "memory of dqn_cartpole, Stable-Baselines3, with a curve": [1.21],
+    }
+    assert peers.runs_table(found).splitlines()[2:] == [
+        "| SAC Pendulum, 256 x 256 | 2.00 (1.00 to 3.00) | 1.04 (1.04 to 1.04) | 3 |"
+    ]
+    sampling = peers.PARTS["uniform_32"]
+    assert peers.parts_table(found).splitlines()[2:] == [
+        f"| {sampling} | cpprb | 0.90 (0.90 to 0.90) | 1 | 1.0, missed |",
+        f"| {sampling} | cpprb, as tensors | 1.20 (1.20 to 1.20) | 1 |  |",
+        f"| {peers.PARTS['memory of dqn_cartpole']} | Stable-Baselines3, with a curve | 1.21 (1.21 to 1.21) | 1 "
+        "| 1.2, missed |",
+    ]
+    assert peers.aim("uniform_32, cpprb", [1.0]) == "1.0"
+    assert peers.aim("memory of dqn_cartpole, Stable-Baselines3, with a curve", [1.2]) == "1.2"
+
+
+def test_sentence_has_the_range_of_all_runs_on_vectors():
+    found = {f"{name}, Stable-Baselines3": [number + 2.0] for number, name in enumerate(peers.RUNS)}
+    found["ppo_pong, Stable-Baselines3"] = [1.257]
+    assert "is 2.0 to 10.0 times" in peers.summary(found)
+    assert peers.summary(found).endswith("images 1.26 times")
+
+
+def test_check_reports_ratios_that_are_a_tenth_worse_than_all_stored_ones():
+    known = {"a, x": [1.0, 2.0], "memory of a, x": [1.2, 1.3]}
+    assert peers.worse({"a, x": 0.91, "memory of a, x": 1.42, "new": 0.1}, known) == []
+    assert peers.worse({"a, x": 0.89, "memory of a, x": 1.44}, known) == [
+        "a, x: 0.89, stored are 1.50 (1.00 to 2.00)",
+        "memory of a, x: 1.44, stored are 1.25 (1.20 to 1.30)",
+    ]
+
+
+def test_ratio_of_a_part_is_that_of_the_fastest_way_of_each_peer():
+    def spend(count: int) -> object:
+        return lambda: sum(range(count))
+
+    contenders = {"ours": spend(20_000), "TorchRL, slow": spend(200_000), "TorchRL": spend(40_000), "rlax": spend(9)}
+    measured, ratios = peers.part("row", contenders, ("TorchRL", "rlax", "absent"))
+    assert measured.keys() == contenders.keys()
+    assert ratios == {
+        "row, TorchRL": measured["TorchRL"][1] / measured["ours"][1],
+        "row, rlax": measured["rlax"][1] / measured["ours"][1],
+    }
+
+
+def test_ratios_of_a_training_run_compare_with_the_fastest_sbx_and_with_the_command(monkeypatch: pytest.MonkeyPatch):
+    from benchmarks import end_to_end as e
+
+    speeds = {e.OURS: [10.0], e.SB3: [5.0], e.SBX: [8.0], e.SBX_FOUR: [12.5], e.COMMAND: [9.0]}
+    run = e.Run("title", dict.fromkeys([*speeds, e.ONE], lambda seed: 0.0), ())
+    monkeypatch.setattr(e, "runs", lambda scale: {"dqn_8": lambda: run})
+    monkeypatch.setattr(e, "measure", lambda run, repetitions: {name: speeds[name] for name in run.contenders})
+    assert peers.whole_run("dqn_8", 1, 1.0) == (
+        speeds,
+        {"dqn_8, Stable-Baselines3": 2.0, "dqn_8, SBX": 0.8, f"dqn_8, {peers.AS_COMMAND}": 0.9},
+    )
 
 
 def test_run_stores_each_finished_row_with_the_machine(tmp_path, monkeypatch: pytest.MonkeyPatch):
@@ -32,7 +108,10 @@ def test_run_stores_each_finished_row_with_the_machine(tmp_path, monkeypatch: py
         return type("Done", (), {"returncode": int(failed), "stdout": f"noise\n{said}\n"})
 
     monkeypatch.setattr(peers.subprocess, "run", started)
-    content = json.loads(peers.run(["sac", "td3", "memory"], tmp_path).read_text())
+    ratios = peers.run(["sac", "td3", "memory"], tmp_path)
+    (path,) = tmp_path.iterdir()
+    content = json.loads(path.read_text())
+    assert content["ratios"] == ratios
     assert content["measured"] == {"sac": {"ours": [2.0]}, "memory": {"ours": [2.0]}}
     assert content["ratios"] == {"sac, peer": 0.5, "memory, peer": 0.5}
     assert set(content["machine"]) == {"began", "load", "processor", "python", "versions"}
