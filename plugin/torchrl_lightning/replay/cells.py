@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -70,7 +72,8 @@ class Cells:
         self._probe_address = self._probe.data_ptr()
         self._table = _address_table(self.leaves)
         starts, sizes = self._table.T
-        self._lowest_address, self._highest_address = int(starts.min()), int((starts + sizes * self.count).max())
+        self._address_ranges = sorted(zip(starts.tolist(), (starts + sizes * self.count).tolist(), strict=True))
+        self._lowest_address, self._highest_address = int(starts.min()), max(end for _, end in self._address_ranges)
         self._read_plans: dict[frozenset[Path], _ReadPlan] = {}
 
     @property
@@ -112,10 +115,13 @@ class Cells:
 
     def copy_if_aliased(self, leaves: list[Tensor]) -> list[Tensor]:
         """Copy the leaves that are views of the cells, because writing would change them before they are read."""
-        starts, sizes = self.table.T
-        sources = np.array([leaf.data_ptr() for leaf in leaves], np.int64)[:, None]
-        is_aliased = ((starts <= sources) & (sources < starts + sizes * self.count)).any(1)
-        return [leaf.clone() if copied else leaf for leaf, copied in zip(leaves, is_aliased, strict=True)]
+        _ = self.table  # has the present addresses
+        return [leaf.clone() if self._contains(leaf.data_ptr()) else leaf for leaf in leaves]
+
+    def _contains(self, address: int) -> bool:
+        """Return whether an address is in the memory of a leaf of the cells."""
+        place = bisect_right(self._address_ranges, (address, math.inf)) - 1
+        return place >= 0 and address < self._address_ranges[place][1]
 
     def scatter(self, leaves: list[Tensor], index: Tensor) -> None:
         """Copy matched leaves into the cells ``index``, with one indexed copy per leaf."""
