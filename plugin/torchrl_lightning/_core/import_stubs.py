@@ -21,8 +21,10 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 COMPILER = "torch._dynamo"
-_METRICS = ("classification", "clustering", "detection", "image", "multimodal", "nominal", "regression", "retrieval")
-_METRICS += ("segmentation", "shape", "text", "video")
+_METRICS = (
+    *("classification", "clustering", "detection", "image", "multimodal", "nominal", "regression", "retrieval"),
+    *("segmentation", "shape", "text", "video"),
+)
 DEFERRED = (
     *(COMPILER, "scipy", "ray", "mujoco", "torchmetrics.utilities.plot"),
     *(f"torchmetrics.{group}{name}" for group in ("", "functional.") for name in _METRICS),
