@@ -48,13 +48,23 @@ import numpy as np
 
 from benchmarks.whole_runs import bare, ours, sb3
 from benchmarks.whole_runs.clock import Training
+from benchmarks.whole_runs.names import (
+    ANY_SBX,
+    BARE,
+    COMMAND,
+    LEAN,
+    LEAN_OURS,
+    ONE,
+    OURS,
+    REJAX,
+    SB3,
+    SB3_FOUR,
+    SBX,
+    SBX_FOUR,
+    TIANSHOU,
+)
 from torchrl_lightning.agents import CNNNetwork, DQNModule, MLPNetwork, SACModule, TD3Module
 
-OURS, ONE, COMMAND = "ours", "ours, one", "ours, as the command runs"
-SB3, SB3_FOUR = "Stable-Baselines3", "Stable-Baselines3, four"
-LEAN, LEAN_OURS = "Stable-Baselines3, lean", "Stable-Baselines3, lean, our Adam"
-SBX, SBX_FOUR, TIANSHOU, BARE, REJAX = "SBX", "SBX, four", "Tianshou", "bare loop", "rejax"
-ANY_SBX = (SBX, SBX_FOUR)
 IMAGES = 4000
 """Capacity of the replay buffers for images, in cells."""
 Sides = tuple[Callable[..., Training], Callable[..., Training]]

@@ -24,9 +24,6 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks.end_to_end import (
-    LEAN,
-    OURS,
-    SB3,
     Run,
     Sides,
     continuous_sides,
@@ -36,6 +33,7 @@ from benchmarks.end_to_end import (
     report,
 )
 from benchmarks.harness import say
+from benchmarks.whole_runs.names import LEAN, OURS, SB3
 
 COMPILED = "ours, compiled"
 RUNS: dict[str, tuple[str, Callable[..., Sides], int]] = {

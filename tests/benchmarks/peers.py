@@ -44,6 +44,7 @@ if __name__ == "__main__" and sys.argv[1:2] == ["row"]:
 
 from benchmarks import run_logs
 from benchmarks.results import PROJECT, markdown, with_table
+from benchmarks.whole_runs.names import ANY_SBX, BARE, COMMAND, LEAN, OURS, REJAX, SB3, SBX
 
 FOLDER = PROJECT / "examples" / "results" / "speed"
 PACKAGES = ("torch", "torchrl", "numpy", "stable-baselines3", "sbx-rl", "rejax", "jax", "envpool", "cpprb")
@@ -63,13 +64,17 @@ Measured = dict[str, list[float]]
 
 def whole_run(name: str, repetitions: int, scale: float) -> tuple[Measured, dict[str, float]]:
     """Return frames per second of processor time, and our ratio to each peer."""
-    from benchmarks.end_to_end import ANY_SBX, BARE, COMMAND, LEAN, OURS, REJAX, SB3, SBX, measure, runs
+    from benchmarks.end_to_end import measure, runs
 
     run = runs(scale)[name]()
     asked = (OURS, SB3, LEAN, *ANY_SBX, REJAX, BARE, COMMAND)
-    speeds = measure(
-        replace(run, contenders={key: run.contenders[key] for key in asked if key in run.contenders}), repetitions
-    )
+    contenders = {key: run.contenders[key] for key in asked if key in run.contenders}
+    speeds = measure(replace(run, contenders=contenders), repetitions)
+    return speeds, run_ratios(name, speeds)
+
+
+def run_ratios(name: str, speeds: Measured) -> dict[str, float]:
+    """Return our median speed divided by that of each peer, and that of the command divided by ours without it."""
     middle = {key: statistics.median(values) for key, values in speeds.items()}
     ratios: dict[str, float] = {}
     for key, speed in middle.items():
@@ -78,7 +83,7 @@ def whole_run(name: str, repetitions: int, scale: float) -> tuple[Measured, dict
         elif key != OURS:
             peer = f"{name}, {SBX if key in ANY_SBX else key}"
             ratios[peer] = min(ratios.get(peer, math.inf), middle[OURS] / speed)
-    return speeds, ratios
+    return ratios
 
 
 def part(name: str, contenders: Mapping[str, Contender], peers: Sequence[str]) -> tuple[Measured, dict[str, float]]:

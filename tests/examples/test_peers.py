@@ -7,6 +7,7 @@ import json
 import pytest
 
 from benchmarks import peers
+from benchmarks.whole_runs import names
 
 
 def stored(began: str, **ratios: float) -> dict[str, object]:
@@ -88,17 +89,19 @@ def test_ratio_of_a_part_is_that_of_the_fastest_way_of_each_peer():
     }
 
 
-def test_ratios_of_a_training_run_compare_with_the_fastest_sbx_and_with_the_command(monkeypatch: pytest.MonkeyPatch):
-    from benchmarks import end_to_end as e
-
-    speeds = {e.OURS: [10.0], e.SB3: [5.0], e.SBX: [8.0], e.SBX_FOUR: [12.5], e.COMMAND: [9.0]}
-    run = e.Run("title", dict.fromkeys([*speeds, e.ONE], lambda seed: 0.0), ())
-    monkeypatch.setattr(e, "runs", lambda scale: {"dqn_8": lambda: run})
-    monkeypatch.setattr(e, "measure", lambda run, repetitions: {name: speeds[name] for name in run.contenders})
-    assert peers.whole_run("dqn_8", 1, 1.0) == (
-        speeds,
-        {"dqn_8, Stable-Baselines3": 2.0, "dqn_8, SBX": 0.8, f"dqn_8, {peers.AS_COMMAND}": 0.9},
-    )
+def test_ratios_of_a_training_run_compare_with_the_fastest_sbx_and_with_the_command():
+    speeds = {
+        names.OURS: [10.0, 1.0, 11.0],
+        names.SB3: [5.0],
+        names.SBX: [8.0],
+        names.SBX_FOUR: [12.5],
+        names.COMMAND: [9.0],
+    }
+    assert peers.run_ratios("dqn_8", speeds) == {
+        "dqn_8, Stable-Baselines3": 2.0,
+        "dqn_8, SBX": 0.8,
+        f"dqn_8, {peers.AS_COMMAND}": 0.9,
+    }
 
 
 def test_run_stores_each_finished_row_with_the_machine(tmp_path, monkeypatch: pytest.MonkeyPatch):
