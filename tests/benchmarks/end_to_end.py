@@ -124,7 +124,7 @@ def dqn(num_envs: int, updates: int, over_sb3: float, *, soft: bool = True, n_st
     budgets: list[tuple[str, str | tuple[str, ...], float]] = [(OURS, SB3, over_sb3)]
     if soft and n_steps == 1 and num_envs > 1:
         contenders |= {COMMAND: own(command=True), BARE: bare.dqn(num_envs, 128, updates)}
-        budgets += [(OURS, LEAN_OURS, 1.6), (OURS, ANY_SBX, 1.2), (OURS, BARE, 0.75), (COMMAND, OURS, 0.8)]
+        budgets += [(OURS, LEAN_OURS, 1.6), (OURS, ANY_SBX, 1.2), (OURS, BARE, 0.75), (COMMAND, OURS, 0.95)]
     if not soft and has("tianshou"):
         from benchmarks.whole_runs import tianshou
 
@@ -167,7 +167,7 @@ def continuous(algorithm: str, updates: int, over_sb3: float) -> Run:
     return Run(
         f"{algorithm} Pendulum, 1 environment",
         {OURS: own(), ONE: own(updates_per_step=1), **off_policy_peers(peer)},
-        ((OURS, SB3, over_sb3), (OURS, ANY_SBX, 0.9)),
+        ((OURS, SB3, over_sb3), (OURS, ANY_SBX, 0.95)),
     )
 
 
@@ -186,7 +186,7 @@ def ppo(env: str, num_envs: int, rollouts: int, over_sb3: float) -> Run:
         contenders[SBX] = peer(library="sbx", lean=True)
     if num_envs > 1:
         contenders[COMMAND] = ours.ppo(env, num_envs, steps, rollouts, command=True)
-        budgets += [(COMMAND, OURS, 0.8)]
+        budgets += [(COMMAND, OURS, 0.85)]
     if cartpole:
         contenders[BARE] = bare.ppo(num_envs, steps, rollouts)
         budgets += [(OURS, SBX, 1.2), (OURS, BARE, 0.95)]
@@ -204,7 +204,7 @@ def ppo_envpool(num_envs: int, rollouts: int) -> Run:
         from benchmarks.whole_runs import rejax
 
         contenders[REJAX] = rejax.ppo(num_envs, 64, rollouts, 4096)
-    return Run(f"PPO CartPole, {num_envs} EnvPool environments", contenders, ((OURS, REJAX, 0.5),))
+    return Run(f"PPO CartPole, {num_envs} EnvPool environments", contenders, ((OURS, REJAX, 0.55),))
 
 
 def dqn_pong_sides(updates: int, **where: Any) -> Sides:
@@ -277,8 +277,8 @@ def runs(scale: float) -> dict[str, Callable[[], Run]]:
         "dqn_8_hard": partial(dqn, 8, updates, 1.7, soft=False),
         "dqn_8_three_steps": partial(dqn, 8, updates, 1.7, n_steps=3),
         "dqn_1": partial(dqn, 1, updates, 1.5),
-        "td3": partial(continuous, "TD3", updates // 2, 1.6),
-        "sac": partial(continuous, "SAC", updates // 2, 2.0),
+        "td3": partial(continuous, "TD3", updates // 2, 1.7),
+        "sac": partial(continuous, "SAC", updates // 2, 2.1),
         "ppo_8": partial(ppo, "CartPole-v1", 8, rollouts, 1.9),
         "ppo_1": partial(ppo, "CartPole-v1", 1, rollouts, 1.9),
         "ppo_128": partial(ppo_envpool, 128, rollouts * 4),

@@ -42,7 +42,7 @@ from torchrl_lightning.replay.ring_storage import RingStorage
 
 ALPHA, BETA, CHUNK = 0.6, 0.4, 10_000
 OURS = "torchrl-lightning"
-FACTORS = {32: 0.85, 256: 1.4, 1024: 1.4}  # required ratio to the fastest peer, by batch size
+FACTORS = {32: 0.9, 256: 1.4, 1024: 1.4}  # required ratio to the fastest peer, by batch size
 WINDOWS = 2.0  # upper bound of the ratio to single steps
 PEERS = ("TorchRL", "cpprb", "Flashbax", "Tianshou")
 

@@ -43,7 +43,7 @@ BATCH, ENVS, CHUNK = 256, 8, 10_000
 BATCHES = (32, 128, 256, 1024)
 OURS, GATHER, TORCHRL = "torchrl-lightning", "bare index_select of five leaves", "TorchRL"
 FIELDS = {"observation": 17, "action": 6, "reward": 1, "done": 1, "next_observation": 17}
-SAMPLE_FACTOR, ADD_FACTOR, PEER_FACTOR, GROWTH = 1.5, 2.5, 0.9, 1.5
+SAMPLE_FACTOR, ADD_FACTOR, PEER_FACTOR, GROWTH = 1.5, 2.8, 0.95, 1.5
 
 
 def arrays(rows: int) -> dict[str, np.ndarray]:

@@ -111,14 +111,15 @@ def test_run_stores_each_finished_row_with_the_machine(tmp_path, monkeypatch: py
         return type("Done", (), {"returncode": int(failed), "stdout": f"noise\n{said}\n"})
 
     monkeypatch.setattr(peers.subprocess, "run", started)
-    ratios = peers.run(["sac", "td3", "memory"], tmp_path)
+    with pytest.raises(SystemExit, match=r"^td3: failed with status 1$"):
+        peers.run(["sac", "td3", "memory"], tmp_path)
     (path,) = tmp_path.iterdir()
     content = json.loads(path.read_text())
-    assert content["ratios"] == ratios
     assert content["measured"] == {"sac": {"ours": [2.0]}, "memory": {"ours": [2.0]}}
     assert content["ratios"] == {"sac, peer": 0.5, "memory, peer": 0.5}
     assert set(content["machine"]) == {"began", "load", "processor", "python", "versions"}
     assert content["load"].keys() == {"sac", "td3", "memory"}
+    assert peers.run(["memory"], tmp_path / "other") == {"memory, peer": 0.5}
 
 
 def test_conversion_to_tensors_keeps_the_values():

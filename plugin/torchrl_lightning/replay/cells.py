@@ -73,7 +73,8 @@ class Cells:
         self._table = _address_table(self.leaves)
         starts, sizes = self._table.T
         self._address_ranges = sorted(zip(starts.tolist(), (starts + sizes * self.count).tolist(), strict=True))
-        self._lowest_address, self._highest_address = int(starts.min()), max(end for _, end in self._address_ranges)
+        self._lowest_address = self._address_ranges[0][0]
+        self._highest_address = max(end for _, end in self._address_ranges)
         self._read_plans: dict[frozenset[Path], _ReadPlan] = {}
 
     @property
