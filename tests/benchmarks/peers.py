@@ -4,10 +4,10 @@
     python tests/benchmarks/peers.py table
 
 ``run`` measures each row in a process of its own, with all contenders interleaved on one thread, and writes
-``examples/results/speed/TIME.json`` with the state of the machine. ``--check`` compares with the stored runs instead:
-it exits with 1 if a ratio is more than a tenth worse than all of them. ``table`` writes the median of the newest three
-runs of each row, with their range, into ``examples/guide/speed.md`` and the README. Runs that begin less than 30
-minutes after a counted run are not counted, because they share its load.
+``examples/results/speed/TIME.json`` with the state of the machine. ``--check`` compares with the stored runs of the
+same processor instead: it exits with 1 if a ratio is more than a tenth worse than all of them. ``table`` writes the
+median of the newest three runs of each row, with their range, into ``examples/guide/speed.md`` and the README. Runs
+that begin less than 30 minutes after a counted run are not counted, because they share its load.
 
 A ratio divides the peer's time by ours, or our speed by the peer's, so that more than 1 means that ours is faster. The
 row ``memory`` divides our peak by the peer's. If a peer has several ways to do the same, its fastest one counts.
@@ -309,21 +309,29 @@ def run(rows: Sequence[str], folder: Path = FOLDER) -> dict[str, float]:
 
 
 def counted(contents: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Return the ratios of each comparison, of the newest three runs that began at least 30 minutes apart."""
+    """Return the ratios of each comparison, of the newest three runs that began at least 30 minutes apart.
+
+    All runs of a comparison are from the processor of its newest run, because ratios depend on the processor.
+    """
+    contents = sorted(contents, key=lambda content: str(content["machine"]["began"]))
+    newest = {name: content["machine"]["processor"] for content in contents for name in content["ratios"]}
     found: dict[str, list[float]] = {}
     last: dict[str, datetime.datetime] = {}
-    for content in sorted(contents, key=lambda content: str(content["machine"]["began"])):
+    for content in contents:
         began = datetime.datetime.fromisoformat(content["machine"]["began"])
         for name, ratio in content["ratios"].items():
+            if newest[name] != content["machine"]["processor"]:
+                continue
             if name not in last or began - last[name] >= datetime.timedelta(minutes=MINUTES):
                 found.setdefault(name, []).append(ratio)
                 last[name] = began
     return {name: ratios[-NEWEST:] for name, ratios in found.items()}
 
 
-def stored(folder: Path = FOLDER) -> dict[str, list[float]]:
-    """Return the counted ratios of each comparison."""
-    return counted([json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))])
+def stored(folder: Path = FOLDER, processor: str | None = None) -> dict[str, list[float]]:
+    """Return the counted ratios of each comparison, of a processor or of all."""
+    contents = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return counted([each for each in contents if processor in (None, each["machine"]["processor"])])
 
 
 def is_memory(name: str) -> bool:
@@ -409,8 +417,13 @@ def main() -> None:
     commands.add_parser("table")
     arguments = parser.parse_args()
     if arguments.command == "run" and arguments.check:
+        known = stored(processor=run_logs.processor())
+        if not known:
+            sys.exit(
+                f"--check needs stored runs of this processor ({run_logs.processor()}). Store some without --check."
+            )
         with tempfile.TemporaryDirectory() as folder:
-            found = worse(run(arguments.rows, Path(folder)), stored())
+            found = worse(run(arguments.rows, Path(folder)), known)
         if found:
             sys.exit("\n".join(found))
     elif arguments.command == "run":

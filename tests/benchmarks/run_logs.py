@@ -239,12 +239,20 @@ def code_commit(root: Path = PROJECT) -> str:
 
 
 def processor() -> str:
-    """Return the name of the processor."""
+    """Return the name of the processor, its family and model, and whether it has AVX-512, as far as they are known.
+
+    Clouds give processors of several families the same name, and results depend on the vector instructions.
+    """
     try:
-        match = re.search(r"^model name\s*: (.*)$", CPUINFO.read_text(), flags=re.MULTILINE)
+        lines = CPUINFO.read_text().split("\n\n")[0].splitlines()
     except OSError:
-        match = None
-    return platform.processor() or platform.machine() if match is None else match[1].strip()
+        lines = []
+    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    name = found.get("model name") or platform.processor() or platform.machine()
+    details = [f"{what} {found[key]}" for what, key in (("family", "cpu family"), ("model", "model")) if key in found]
+    if "avx512f" in found.get("flags", "").split():
+        details.append("AVX-512")
+    return ", ".join([name, *details])
 
 
 def versions(config: DictConfig, *more: str) -> str:

@@ -10,8 +10,8 @@ from benchmarks import peers
 from benchmarks.whole_runs import names
 
 
-def stored(began: str, **ratios: float) -> dict[str, object]:
-    return {"machine": {"began": f"2026-01-01T{began}:00+00:00"}, "ratios": ratios}
+def stored(began: str, processor: str = "A", **ratios: float) -> dict[str, object]:
+    return {"machine": {"began": f"2026-01-01T{began}:00+00:00", "processor": processor}, "ratios": ratios}
 
 
 def test_runs_that_begin_within_30_minutes_of_a_counted_run_do_not_count():
@@ -23,6 +23,21 @@ def test_runs_that_begin_within_30_minutes_of_a_counted_run_do_not_count():
 def test_newest_three_runs_count():
     runs = [stored(f"1{number}:00", a=float(number)) for number in range(5)]
     assert peers.counted(runs) == {"a": [2.0, 3.0, 4.0]}
+
+
+def test_runs_of_the_newest_processor_count():
+    runs = [stored("10:00", a=1.0, b=5.0), stored("11:00", "B", a=2.0), stored("12:00", "B", a=3.0)]
+    assert peers.counted(runs) == {"a": [2.0, 3.0], "b": [5.0]}
+
+
+def test_check_needs_a_stored_run_of_this_processor(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "1.json").write_text(json.dumps(stored("10:00", a=1.0)))
+    (tmp_path / "2.json").write_text(json.dumps(stored("11:00", "B", a=2.0)))
+    assert peers.stored(tmp_path, "A") == {"a": [1.0]}
+    monkeypatch.setattr(peers, "stored", lambda **_: {})
+    monkeypatch.setattr(peers.sys, "argv", ["peers.py", "run", "--check"])
+    with pytest.raises(SystemExit, match="--check needs stored runs of this processor"):
+        peers.main()
 
 
 def test_pages_have_the_ratios_of_the_stored_runs():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import shutil
 import subprocess
@@ -232,7 +233,22 @@ def test_versions_include_the_package_of_the_environment():
     for env in ("yaml:a-v0", {"id": "a-v0", "module": "yaml"}):
         assert run_logs.environment_packages(env) == ["PyYAML"]
     assert run_logs.environment_packages("examples.mine:a-v0") == []
-    assert run_logs.processor()
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\nflags\t\t: fpu avx512f\n", "AVX-512"),
+        ("processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\nflags\t\t: fpu avx2\n", None),
+    ],
+)
+def test_processor_has_its_family_and_vector_instructions(text, name, tmp_path, monkeypatch):
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"{text}\n{text.replace('AMD', 'Other')}")
+    monkeypatch.setattr(run_logs, "CPUINFO", file)
+    assert run_logs.processor() == ", ".join(["AMD EPYC", "family 26", "model 2", *filter(None, [name])])
+    monkeypatch.setattr(run_logs, "CPUINFO", tmp_path / "absent")
+    assert run_logs.processor() == (platform.processor() or platform.machine())
 
 
 def test_peer_plays_the_episodes_of_the_evaluation_command(monkeypatch):
