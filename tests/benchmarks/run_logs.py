@@ -43,6 +43,15 @@ KEYS = (
 )
 LIBRARIES = ("torch", "torchrl", "tensordict", "lightning", "numpy", "numba", "gymnasium")
 CPUINFO = Path("/proc/cpuinfo")
+AVX2_CODE = {
+    "OPENBLAS_CORETYPE": "Haswell",  # matrix products of NumPy
+    "NPY_DISABLE_CPU_FEATURES": "X86_V4",  # NumPy's functions on vectors
+    "MKL_CBWR": "AVX2",  # matrix products of torch
+    "ATEN_CPU_CAPABILITY": "avx2",  # torch's functions on vectors
+    "ONEDNN_MAX_CPU_ISA": "AVX2",  # convolutions
+    "NUMBA_CPU_NAME": "haswell",  # our compiled kernels
+}
+"""Environment variables that select code for AVX2, which nearly all x86 processors have."""
 TRAIN, EVALUATE = (f"from torchrl_lightning.cli.{name} import main; main()" for name in ("train", "evaluate"))
 
 
@@ -255,6 +264,11 @@ def processor() -> str:
     return ", ".join([name, *details])
 
 
+def is_x86() -> bool:
+    """Return whether the processor is an x86 processor of 64 bits."""
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
 def versions(config: DictConfig, *more: str) -> str:
     """Return the versions of Python, of the libraries, of the packages of the environment and of ``more``."""
     names = [*LIBRARIES, *environment_packages(config.data.env), *more]
@@ -281,11 +295,14 @@ def environment_packages(env: Any) -> list[str]:
 
 
 def command(program: str, *arguments: str, root: Path = PROJECT) -> str:
-    """Run a command of the package in this checkout, and return its output; raise ResultsError if it fails."""
+    """Run a command of the package in this checkout, and return its output; raise ResultsError if it fails.
+
+    On x86, libraries use code for AVX2 on every machine.
+    """
     paths = [str(root / "plugin"), str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env={**os.environ, **(AVX2_CODE if is_x86() else {}), "PYTHONPATH": os.pathsep.join(paths)},
         cwd=root,
         capture_output=True,
         text=True,
@@ -333,7 +350,8 @@ def record(path: Path, commit: str, root: Path = PROJECT) -> RunLog:
     """Train the run of a log with the command, and play 100 unseen episodes with the last and the best checkpoint."""
     name, seed = path.parent.name, int(path.stem.removeprefix("seed_"))
     config = composed(name, root)
-    origin = (command_of(path), config_digest(name, root), commit, versions(config), processor(), config.torch_threads)
+    machine = f"{processor()}, code for AVX2" if is_x86() else processor()
+    origin = (command_of(path), config_digest(name, root), commit, versions(config), machine, config.torch_threads)
     began = processor_time()
     with tempfile.TemporaryDirectory() as folder:
         command(TRAIN, *command_of(path).split()[1:], f"hydra.run.dir={folder}", root=root)
@@ -376,22 +394,23 @@ def differences(logs: Mapping[int, RunLog], repeated: RunLog, exact: bool = True
     """Compare a repeated run with the stored logs of all seeds; return a sentence and if the run agrees.
 
     All scores, the frames and the curve must be equal if processor, threads and versions are the same and if the run is
-    ``exact``, which is false with worker processes. Otherwise the score must be in the interval of the seeds.
+    ``exact``, which is false with worker processes. Otherwise a score in the interval of the seeds is sufficient.
     """
     stored = logs[repeated.seed]
+    before, after = ([line for line in log.lines() if _is_result(line)] for log in (stored, repeated))
+    changed = [f"{one!r} became {two!r}" for one, two in zip_longest(before, after) if one != two]
     machine = ("processor", "threads", "versions")
     other = [key for key in machine if getattr(stored, key) != getattr(repeated, key)]
+    if not changed:
+        where = f"other {' and '.join(other)}" if other else "same machine"
+        return f"{where}: all scores, the frames and the curve are equal", True
     if other or not exact:
         reason = f"other {' and '.join(other)}" if other else "worker processes"
         low, high = seed_interval([*logs.values()])
         score, agrees = repeated.last.mean, low <= repeated.last.mean <= high
         inside = "in" if agrees else "outside"
         return f"{reason}: score {score:.6g} is {inside} the interval {low:.6g} to {high:.6g} of the seeds", agrees
-    before, after = ([line for line in log.lines() if _is_result(line)] for log in (stored, repeated))
-    changed = [f"{one!r} became {two!r}" for one, two in zip_longest(before, after) if one != two]
-    if changed:
-        return f"same machine, but {changed[0]} and {len(changed) - 1} more lines", False
-    return "same machine: all scores, the frames and the curve are equal", True
+    return f"same machine, but {changed[0]} and {len(changed) - 1} more lines", False
 
 
 def _is_result(line: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import re
 import shutil
@@ -201,6 +202,9 @@ def test_repetition_on_another_machine_must_be_near_the_range_of_the_seeds():
             assert "340 to 520" in sentence
     same = replace(stored[1], curve=())
     assert differences(stored, same, exact=False)[1]
+    sentence, agrees = differences(stored, replace(stored[1], processor="other"))
+    assert agrees
+    assert sentence == "other processor: all scores, the frames and the curve are equal"
     low, high = run_logs.seed_interval([LOG])  # a single seed: two errors of a difference of two means of 100 episodes
     assert (low, high) == pytest.approx((480 - 5.657, 480 + 5.657), abs=1e-3)
     assert [run_logs.is_repeatable(composed_run(f"experiment={name}")) for name in (NAME, "vtrace_cartpole")] == [
@@ -249,6 +253,17 @@ def test_processor_has_its_family_and_vector_instructions(text, name, tmp_path, 
     assert run_logs.processor() == ", ".join(["AMD EPYC", "family 26", "model 2", *filter(None, [name])])
     monkeypatch.setattr(run_logs, "CPUINFO", tmp_path / "absent")
     assert run_logs.processor() == (platform.processor() or platform.machine())
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_recorded_runs_use_code_for_avx2(machine, monkeypatch):
+    """The libraries of another processor do not know these names of x86 processors."""
+    monkeypatch.setattr(run_logs.platform, "machine", lambda: machine)
+    for name in run_logs.AVX2_CODE:
+        monkeypatch.setenv(name, "own")
+    found = json.loads(run_logs.command("import json, os; print(json.dumps(dict(os.environ)))"))
+    expected = run_logs.AVX2_CODE if machine == "x86_64" else dict.fromkeys(run_logs.AVX2_CODE, "own")
+    assert {name: found[name] for name in run_logs.AVX2_CODE} == expected
 
 
 def test_peer_plays_the_episodes_of_the_evaluation_command(monkeypatch):
