@@ -37,7 +37,13 @@ class Timing:
 
 
 def one_thread(pin: bool = True) -> None:
-    """Limit each thread pool of this process to one thread; pin the process to one core if ``pin`` is true."""
+    """Limit each thread pool of this process to one thread; pin the process to one core if ``pin`` is true.
+
+    Each library then selects its code for the processor, even if variables of the machine select other code.
+    """
+    for name in [*os.environ]:
+        if name.startswith(("OPENBLAS_", "MKL_", "ATEN_CPU", "ONEDNN_", "NUMBA_CPU", "NPY_DISABLE", "NPY_ENABLE")):
+            del os.environ[name]
     for name in ("OMP", "MKL", "OPENBLAS", "NUMBA", "VECLIB_MAXIMUM"):
         os.environ[f"{name}_NUM_THREADS"] = "1"
     os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import peers
+from benchmarks import harness, peers
 from benchmarks.whole_runs import names
 
 
@@ -142,3 +142,12 @@ def test_conversion_to_tensors_keeps_the_values():
 
     sampled = peers.as_tensors(lambda: {"a": np.arange(3)})()
     assert sampled["a"].tolist() == [0, 1, 2]
+
+
+def test_libraries_select_their_own_code_in_measurements(monkeypatch: pytest.MonkeyPatch):
+    """Machines may set variables that select the code of another processor."""
+    variables = {"OPENBLAS_CORETYPE": "Haswell", "MKL_CBWR": "AVX2", "NUMBA_CPU_NAME": "haswell", "NUMBA_DEBUG": "0"}
+    monkeypatch.setattr(harness.os, "environ", dict(variables))
+    harness.one_thread(pin=False)
+    assert [name for name in variables if name in harness.os.environ] == ["NUMBA_DEBUG"]
+    assert harness.os.environ["OMP_NUM_THREADS"] == harness.os.environ["OPENBLAS_NUM_THREADS"] == "1"
