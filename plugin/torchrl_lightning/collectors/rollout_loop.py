@@ -188,7 +188,7 @@ class RolloutLoop:
             elif self._is_nested:
                 inputs = step.copy()
             else:
-                inputs = new_tensordict(dict(raw_items(step)), step.batch_size)
+                inputs = new_tensordict(raw_items(step), step.batch_size)
             return policy_outputs(policy, inputs)
 
         return call_policy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torchrl.modules.utils import get_primers_from_module
 from torchrl_lightning._core.modules import device_of
 from torchrl_lightning._core.protocols import PolicyApi
 from torchrl_lightning._core.torchrl_compat import forward_hooks
-from torchrl_lightning._core.tree import Path, join, path_of, raw_items
+from torchrl_lightning._core.tree import path_of, raw_items
 from torchrl_lightning.environments.actions import ActionFormat
 from torchrl_lightning.environments.env_errors import EnvironmentFault
 
@@ -207,7 +207,7 @@ def check_policy(policy: object) -> None:
 
 def policy_outputs(policy: Policy, step: TensorDictBase) -> dict[NestedKey, Tensor]:
     """Call a policy and return the entries that it wrote, except keys with a leading underscore."""
-    before = dict(_leaves(step))
+    before = _leaves(step)
     result: object = policy(step)
     if not isinstance(result, TensorDictBase):
         raise TypeError(
@@ -215,10 +215,9 @@ def policy_outputs(policy: Policy, step: TensorDictBase) -> dict[NestedKey, Tens
             "tensordict.nn.TensorDictModule(policy, in_keys=['observation'], out_keys=['action'])."
         )
     outputs: dict[NestedKey, Tensor] = {}
-    for path, value in _leaves(result):
-        if before.get(path) is value or any(name.startswith("_") for name in path):
+    for key, value in _leaves(result).items():
+        if before.get(key) is value or _is_private(key):
             continue
-        key = join((), path)
         if not isinstance(value, Tensor):
             raise TypeError(f"The policy must write {key!r} as a tensor, got {type(value).__name__}.")
         outputs[key] = value
@@ -240,9 +239,15 @@ def default_outputs(
     return {key: torch.zeros_like(value, device="cpu") for key, value in outputs.items() if key not in excluded}
 
 
-def _leaves(data: TensorDictBase, prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _leaves(data: TensorDictBase) -> dict[NestedKey, Any]:
+    leaves: dict[NestedKey, Any] = {}
     for name, value in raw_items(data).items():
-        if isinstance(value, TensorDictBase):
-            yield from _leaves(value, (*prefix, name))
+        if type(value) is Tensor or not isinstance(value, TensorDictBase):  # the first check is ten times faster
+            leaves[name] = value
         else:
-            yield (*prefix, name), value
+            leaves.update({(name, *path_of(key)): leaf for key, leaf in _leaves(value).items()})
+    return leaves
+
+
+def _is_private(key: NestedKey) -> bool:
+    return key.startswith("_") if isinstance(key, str) else any(name.startswith("_") for name in path_of(key))
