@@ -378,3 +378,8 @@ def persistent_buffers(module: torch.nn.Module) -> set[str]:
 def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
     """Return a torch module's own buffers by name; reading them as attributes would take ten times longer."""
     return module._buffers
+
+
+def is_transformed() -> bool:
+    """Return whether torch compiles the running code, or transforms it by ``torch.func``, for example by ``vmap``."""
+    return torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None

@@ -1,4 +1,4 @@
-"""Faster updates, acting and optimizers for small perceptrons on one CPU, with the same results as torch.
+"""Faster updates, acting, values and optimizers for small perceptrons on one CPU, with the same results as torch.
 
 The rest of the package imports only from this module. Torch computes all unsupported cases.
 """
@@ -14,6 +14,7 @@ from torchrl_lightning.agents.analytic.optimization import OptimizedParameters a
 from torchrl_lightning.agents.analytic.optimization import SoftUpdate as SoftUpdate
 from torchrl_lightning.agents.analytic.optimization import unflattenable_parameters as unflattenable_parameters
 from torchrl_lightning.agents.analytic.perceptrons import Unsupported, defining_class
+from torchrl_lightning.agents.analytic.perceptrons import compiled_values as compiled_values
 from torchrl_lightning.agents.analytic.updates import AnalyticUpdate, DQNUpdate, PPOUpdate, SACUpdate, TD3Update
 
 logger = logging.getLogger(__name__)

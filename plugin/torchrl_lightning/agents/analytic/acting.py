@@ -139,10 +139,7 @@ class CompiledLayers:
             return False
         if self._perceptron is not None:
             x, _, _, out = self.arguments
-            for start in range(0, self.rows, BLOCK_ROWS):
-                block = x[start : start + BLOCK_ROWS]
-                outputs = [output[: len(block)] for output in self._outputs]
-                out[start : start + BLOCK_ROWS] = self._perceptron.forward(block, outputs)
+            self._perceptron.forward_blocks(x, self._outputs, out)
         return True
 
 

@@ -35,6 +35,7 @@ from torchrl_lightning.agents.analytic.perceptrons import (
     perceptron_from_modules,
     perceptrons_from_ensemble,
     require_class,
+    to_vector_array,
 )
 from torchrl_lightning.kernels.compiled import jitted
 
@@ -126,12 +127,6 @@ class AnalyticUpdate(ABC):
     @abstractmethod
     def write_gradients(self, batch: Any) -> Any:
         """Write the gradients of a batch of ``batch_size``; return the same values as the agent's ``losses``."""
-
-
-def to_vector_array(entries: list[Tensor]) -> Array:
-    """Concatenate the vectors ``[B, F_i]`` of an observation to the network input ``[B, F]`` in float32."""
-    vectors = [entry.to(torch.float32) for entry in entries]
-    return (torch.cat(vectors, -1) if len(vectors) > 1 else vectors[0].contiguous()).numpy()
 
 
 def _check_run(agent: Any, methods: Sequence[str]) -> None:
@@ -230,7 +225,7 @@ class DQNUpdate(TransitionUpdate):
         values = self.online.forward(observation, self.outputs)
         arguments = action.reshape(-1), step, weight, self.distance, self.value_grad, error
         loss, mean = self._loss(values, next_values, selection, *arguments)
-        self.online.backward(observation, self.outputs, self.value_grad, self.all_rows)
+        self.online.backward(observation, self.outputs, self.value_grad)
         return {"loss_value": loss, "value": mean}
 
 
@@ -280,7 +275,7 @@ class ActorCriticUpdate(TransitionUpdate):
         for critic, outputs, grad in zip(self.critics, self.shared_outputs, self.value_grads, strict=True):
             values = critic.forward(self.stored_input, outputs)[:, 0]
             loss, mean = jitted(kernels.critic_loss)(values, self.target, weight, self.distance, grad, error)
-            critic.backward(self.stored_input, outputs, grad[:, None], self.all_rows)
+            critic.backward(self.stored_input, outputs, grad[:, None])
             losses.append(loss)
             means.append(mean)
         return {"loss_qvalue": sum(losses), "value": means[0]}
@@ -321,7 +316,7 @@ class SACUpdate(ActorCriticUpdate):
             self.write_action_gradient(number, np.flatnonzero(self.best_critic == number), weight)
         noise = self.noise.numpy()
         jitted(kernels.backward_tanh_normal)(out, noise, self.limits, alpha, weight, self.action_grad, self.actor_grad)
-        self.actor.backward(observation, self.actor_outputs, self.actor_grad, self.all_rows)
+        self.actor.backward(observation, self.actor_outputs, self.actor_grad)
         terms["loss_actor"] = -objective
         if self.log_alpha_grad is not None:
             slope = -(mean_log_prob + (self.agent.target_entropy or 0.0))
@@ -360,7 +355,7 @@ class TD3Update(ActorCriticUpdate):
             values = self.policy_values(self.critics[:1], self.critic_outputs, observation)[0]
             self.write_action_gradient(0, self.all_rows, weight)
             actor_grad = self.action_grad * (1.0 - squashed * squashed)
-            self.actor.backward(observation, self.actor_outputs, actor_grad, self.all_rows)
+            self.actor.backward(observation, self.actor_outputs, actor_grad)
             terms["loss_actor"] = -float(weight.dot(values))
         return terms
 
@@ -437,7 +432,7 @@ class PPOUpdate(AnalyticUpdate):
     ) -> tuple[float, ...]:
         """Write the gradients of the first rows of a batch, or add those of later rows; return their loss terms."""
         agent, size, rows = self.agent, self.batch_size, len(x)
-        all_rows, log_std_grads = self.all_rows[:rows], self._log_std_grads
+        log_std_grads = self._log_std_grads
         actor_outputs = [output[:rows] for output in self._actor_outputs]
         critic_outputs = [output[:rows] for output in self._critic_outputs]
         actor_grad, value_grad = self._actor_grad[:rows], self._value_grad[:rows]
@@ -448,8 +443,8 @@ class PPOUpdate(AnalyticUpdate):
         values = self._critic.forward(x, critic_outputs)
         arguments = values, target, size, agent.critic_coeff, self._distance, value_grad
         critic_loss = jitted(kernels.ppo_value_loss)(*arguments)
-        self._actor.backward(x, actor_outputs, actor_grad, all_rows, accumulate=not is_first)
-        self._critic.backward(x, critic_outputs, value_grad, all_rows, accumulate=not is_first)
+        self._actor.backward(x, actor_outputs, actor_grad, accumulate=not is_first)
+        self._critic.backward(x, critic_outputs, value_grad, accumulate=not is_first)
         if log_std_grads is not None and not is_first:
             log_std_grads[0][:] += log_std_grads[1]
         return *terms, critic_loss

@@ -21,7 +21,7 @@ from torchrl_lightning._core.keys import ACTION_MASK, BOOKKEEPING, FEATURES
 from torchrl_lightning._core.modules import set_unregistered
 from torchrl_lightning._core.torch_defaults import check_default_dtype
 from torchrl_lightning._core.tree import path_of
-from torchrl_lightning.agents.analytic import compiled_call
+from torchrl_lightning.agents.analytic import compiled_call, compiled_values
 from torchrl_lightning.agents.networks.action_heads import ActionHead, Parameters, build_head
 from torchrl_lightning.agents.networks.encoders import MLPNetwork, mlp, orthogonal
 from torchrl_lightning.agents.networks.network_protocol import Network
@@ -221,6 +221,8 @@ class Critic(ValueOperator):
 
     def values(self, tensordict: TensorDictBase) -> list[Tensor]:
         """Return each head's values ``[*B, 1]`` without writing them."""
+        if (values := compiled_values(self, tensordict)) is not None:
+            return values
         if len(self.trunks) == 1:
             return self.values_of(self.trunks[0].encode(tensordict))
         return [head(trunk.encode(tensordict)) for head, trunk in zip(self.module, self.trunks, strict=True)]
