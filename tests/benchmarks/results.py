@@ -21,6 +21,7 @@ import logging
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -148,9 +149,10 @@ def score(logs: Sequence[RunLog]) -> str:
     return spread([log.last.mean for log in logs]) + success
 
 
-def frames(logs: Sequence[RunLog]) -> str:
-    """Return the highest number of frames of a seed."""
-    return f"{max(log.frames for log in logs):,}"
+@cache
+def frames(name: str, root: Path = PROJECT) -> str:
+    """Return ``data.total_frames`` of an experiment; with demonstrations, the last rollout of a run may exceed it."""
+    return f"{run_logs.composed(name, root).data.total_frames:,}"
 
 
 def described(root: Path = PROJECT) -> dict[str, dict[str, str]]:
@@ -165,12 +167,14 @@ def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def experiments_table(names: Iterable[str], root: Path = PROJECT) -> str:
-    """Return the table of these experiments. The score of an earlier run is only in the row of one without logs."""
-    heads = ["`experiment=`", "description", "score", "seeds", "frames", "processor time", "earlier run"]
+    """Return the table of these experiments. An experiment without logs has the scores of earlier runs, if any."""
+    heads = ["`experiment=`", "description", "score", "seeds", "frames", "processor time"]
     entries, rows = described(root), []
     for name in names:
-        logs, earlier = read_logs(name, root), entries[name].get("earlier", "")
-        cells = [score(logs), seeds_of(logs), frames(logs), duration(logs), ""] if logs else [*[""] * 4, earlier]
+        logs, earlier = read_logs(name, root), entries[name].get("earlier")
+        cells = [f"earlier: {earlier}" if earlier else "", "", "", ""]
+        if logs:
+            cells = [score(logs), seeds_of(logs), frames(name, root), duration(logs)]
         rows.append([f"`{name}`", entries[name]["description"], *cells])
     return markdown(heads, rows)
 
@@ -276,7 +280,7 @@ def with_score(text: str, name: str, root: Path = PROJECT) -> str:
     line = f"# Earlier runs with seeds from 0: {earlier}.\n" if earlier else ""
     if logs:
         run = f"last.ckpt, {EPISODES} unseen episodes, {numbered(logs)}"
-        line = f"# Score ({run}): {score(logs)}; {frames(logs)} frames, {duration(logs)} each.\n"
+        line = f"# Score ({run}): {score(logs)}; {frames(name, root)} frames, {duration(logs)} each.\n"
     text = re.sub(r"^# (?:Score \(|Earlier runs ).*\n", "", text, flags=re.MULTILINE)
     begin = f"# torchrl-lightning-train experiment={name}\n"
     return text.replace(begin, begin + line)

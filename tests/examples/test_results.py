@@ -62,7 +62,7 @@ def test_new_log_replaces_the_score_of_the_earlier_run(root):
     for seed, score in enumerate((490.0, 500.0, 480.0)):
         write_log("ppo_cartpole", seed, score, root)
     texts = written(root)
-    row = "| `ppo_cartpole` | PPO with `GAEBuffer` | 490 +- 10 | 0 to 2 | 98,304 | 3.5 min |  |"
+    row = "| `ppo_cartpole` | PPO with `GAEBuffer` | 490 +- 10 | 0 to 2 | 98,304 | 3.5 min |"
     assert row in texts[readme].splitlines()
     assert row in texts[guide].splitlines()
     run = "# Score (last.ckpt, 100 unseen episodes, seeds 0 to 2): 490 +- 10; 98,304 frames, 3.5 min each."
@@ -78,11 +78,12 @@ def test_new_log_replaces_the_score_of_the_earlier_run(root):
     assert written(root)[readme] == before
 
 
-def test_column_of_earlier_runs_ends_with_the_last_earlier_run(root):
+def test_score_of_an_earlier_run_is_marked(root):
     write_log("ppo_cartpole", 0, 0.964, root, success=0.5)
-    table = results.experiments_table(["ppo_cartpole"], root)
-    assert "earlier run" not in table
+    table = results.experiments_table(["ppo_cartpole", "ppo_pendulum"], root)
     assert "| 0.964; success rate 0.50 | 0 | 98,304 | 3.5 min |" in table
+    assert table.count("earlier") == 1
+    assert "| earlier: -159, -172, -186, -209, -171 (best.ckpt, 20 episodes); 307,200 frames, 45 s |  |  |  |" in table
 
 
 def test_typed_score_is_found(root):
