@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -130,6 +131,15 @@ STOPS = {
 }
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt, because a shell's background jobs inherit that it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("name", STOPS)
 def test_signal_ends_the_sweep(name: str, tmp_path: Path) -> None:
     call, expected = STOPS[name]
