@@ -1,8 +1,11 @@
-"""Compiled action bounds: move values back to a bound if rounding moved them slightly beyond it."""
+"""Compiled functions for bounded actions: clamp numbers, correct rounding, and the probability beyond a bound."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+_SERIES_BELOW = -30.0  # log_normal_cdf uses a series below this value, before erfc underflows in float64
 
 
 def set_to_bounds(actions: Any, bounds: Any) -> None:
@@ -19,3 +22,18 @@ def set_to_bounds(actions: Any, bounds: Any) -> None:
                 actions[i, j] = high
             elif bounds[2, j] <= value < low:
                 actions[i, j] = low
+
+
+def clamp(value: Any, low: Any, high: Any) -> Any:
+    """Return a number clamped to bounds; NaN stays NaN (numba)."""
+    if value > high:
+        return high
+    return low if value < low else value
+
+
+def log_normal_cdf(z: float) -> float:
+    """Return the log CDF of the standard Normal (numba)."""
+    if z > _SERIES_BELOW:
+        return math.log(0.5 * math.erfc(-z / math.sqrt(2.0)))
+    inverse = 1.0 / (z * z)
+    return -0.5 * z * z - math.log(-z) - 0.5 * math.log(2.0 * math.pi) + math.log(1.0 - inverse * (1.0 - 3.0 * inverse))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchrl.objectives.common import AUTO_LOSS_MASK_KEYS
 
 from torchrl_lightning._core.keys import REPLAYED
-from torchrl_lightning.agents.analytic import loss_kernels
+from torchrl_lightning.agents.analytic import kernels
 from torchrl_lightning.agents.analytic.perceptrons import (
     BLOCK_ROWS,
     Array,
@@ -44,7 +44,7 @@ _UNSUPPORTED_KEYS = (*AUTO_LOSS_MASK_KEYS, REPLAYED)
 """PPO's update reads the entries in ``_INPUT_KEYS``. A batch with an entry in ``_UNSUPPORTED_KEYS`` needs autograd."""
 ObservationPair = tuple[Array, Array]
 """Observations and next observations of a batch."""
-DISTANCES = {"l1": loss_kernels.L1, "l2": loss_kernels.L2, "smooth_l1": loss_kernels.SMOOTH_L1}
+DISTANCES = {"l1": kernels.L1, "l2": kernels.L2, "smooth_l1": kernels.SMOOTH_L1}
 
 
 class AnalyticUpdate(ABC):
@@ -175,9 +175,7 @@ class TransitionUpdate(AnalyticUpdate):
         observations = to_vector_array(batch.now), to_vector_array(batch.after)
         step = batch.reward.numpy(), batch.terminated.numpy(), discount
         weight = (
-            self.uniform_weights
-            if batch.weight is None
-            else jitted(loss_kernels.normalized_weights)(batch.weight.numpy())
+            self.uniform_weights if batch.weight is None else jitted(kernels.normalized_weights)(batch.weight.numpy())
         )
         error = torch.empty(self.batch_size)
         return self.write_from_arrays(observations, batch.action.numpy(), step, weight, error.numpy()), error
@@ -212,7 +210,7 @@ class DQNUpdate(TransitionUpdate):
         self.outputs, self.next_outputs = (self.online.allocate(self.batch_size) for _ in range(2))
         self.selection_outputs = self.online.allocate(self.batch_size) if agent.double_q else self.next_outputs
         self.value_grad = np.empty_like(self.outputs[-1])
-        self._loss = jitted(loss_kernels.dqn_loss)
+        self._loss = jitted(kernels.dqn_loss)
         return modules
 
     def write_from_arrays(
@@ -269,14 +267,14 @@ class ActorCriticUpdate(TransitionUpdate):
     ) -> dict[str, float]:
         """Write the critics' gradients; ``policy_action`` must already contain the next actions."""
         target_values = self.policy_values(self.targets, self.shared_outputs, observations[1])
-        jitted(loss_kernels.write_critic_targets)(target_values, self.log_prob, alpha, step, self.target)
+        jitted(kernels.write_critic_targets)(target_values, self.log_prob, alpha, step, self.target)
         self.stored_input[:, : self.features] = observations[0]
         np.divide(action - self.center, self.half_range, out=self.stored_input[:, self.features :])
         error.fill(0.0)
         losses, means = [], []
         for critic, outputs, grad in zip(self.critics, self.shared_outputs, self.value_grads, strict=True):
             values = critic.forward(self.stored_input, outputs)[:, 0]
-            loss, mean = jitted(loss_kernels.critic_loss)(values, self.target, weight, self.distance, grad, error)
+            loss, mean = jitted(kernels.critic_loss)(values, self.target, weight, self.distance, grad, error)
             critic.backward(self.stored_input, outputs, grad[:, None])
             losses.append(loss)
             means.append(mean)
@@ -313,13 +311,11 @@ class SACUpdate(ActorCriticUpdate):
         out = self._sample(observation)
         values = self.policy_values(self.critics, self.critic_outputs, observation)
         arguments = self.log_prob, alpha, weight, self.best_critic
-        objective, mean_log_prob = jitted(loss_kernels.actor_objective)(values, *arguments)
+        objective, mean_log_prob = jitted(kernels.actor_objective)(values, *arguments)
         for number in range(len(self.critics)):
             self.write_action_gradient(number, np.flatnonzero(self.best_critic == number), weight)
         noise = self.noise.numpy()
-        jitted(loss_kernels.backward_tanh_normal)(
-            out, noise, self.limits, alpha, weight, self.action_grad, self.actor_grad
-        )
+        jitted(kernels.backward_tanh_normal)(out, noise, self.limits, alpha, weight, self.action_grad, self.actor_grad)
         self.actor.backward(observation, self.actor_outputs, self.actor_grad)
         terms["loss_actor"] = -objective
         if self.log_alpha_grad is not None:
@@ -331,7 +327,7 @@ class SACUpdate(ActorCriticUpdate):
     def _sample(self, observation: Array) -> Array:
         out, noise = self.actor.forward(observation, self.actor_outputs), self.noise.normal_().numpy()
         arguments = self.limits, self.log_range, self.policy_action, self.log_prob
-        jitted(loss_kernels.sample_tanh_normal)(out, noise, *arguments)
+        jitted(kernels.sample_tanh_normal)(out, noise, *arguments)
         return out
 
 
@@ -351,7 +347,7 @@ class TD3Update(ActorCriticUpdate):
         """Write the gradients of the critics, and of the actor if this update includes it."""
         agent, (observation, next_observation) = self.agent, observations
         out, noise = self.target_actor.forward(next_observation, self.actor_outputs), self.noise.normal_().numpy()
-        jitted(loss_kernels.smooth_target_actions)(out, noise, agent.policy_noise, agent.noise_clip, self.policy_action)
+        jitted(kernels.smooth_target_actions)(out, noise, agent.policy_noise, agent.noise_clip, self.policy_action)
         terms = self.write_critic_gradients(observations, action, step, 0.0, weight, error)
         self.idle = set() if agent.is_actor_update() else set(agent.actor_network.parameters())
         if not self.idle:
@@ -387,11 +383,11 @@ class PPOUpdate(AnalyticUpdate):
         self._log_std_grads: tuple[Array, Array] | None = None  # of the batch, and of a block
         self._box: tuple[Any, ...] = ()
         if head_class == "CategoricalHead":
-            self._actor_loss = jitted(loss_kernels.ppo_categorical_loss)
+            self._actor_loss = jitted(kernels.ppo_categorical_loss)
         else:
             head, layer = actor.head, actor.head.layers
             box = tuple(map(array_of, (layer.center, layer.half_range, layer.log_std, head.low, head.high)))
-            self._actor_loss, self._box = jitted(loss_kernels.ppo_clipped_normal_loss), (box,)
+            self._actor_loss, self._box = jitted(kernels.ppo_clipped_normal_loss), (box,)
             total = gradients[layer.log_std].numpy()
             self._log_std_grads = total, np.empty_like(total)
         return [actor, critic]
@@ -446,7 +442,7 @@ class PPOUpdate(AnalyticUpdate):
         terms = self._actor_loss(*steps, *coefficients, *self._box, *grads)
         values = self._critic.forward(x, critic_outputs)
         arguments = values, target, size, agent.critic_coeff, self._distance, value_grad
-        critic_loss = jitted(loss_kernels.ppo_value_loss)(*arguments)
+        critic_loss = jitted(kernels.ppo_value_loss)(*arguments)
         self._actor.backward(x, actor_outputs, actor_grad, accumulate=not is_first)
         self._critic.backward(x, critic_outputs, value_grad, accumulate=not is_first)
         if log_std_grads is not None and not is_first:
