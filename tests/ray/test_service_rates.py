@@ -256,7 +256,7 @@ def test_thread_waits_for_rows_of_another_thread(ray: FakeRay) -> None:
         time.sleep(0.01)
     drawing = threading.Thread(target=lambda: batches.extend(service.draw(8) for _ in range(6)), daemon=True)
     drawing.start()
-    while not shard_of(ray).instance._waiting:  # after 16 rows and 32 draws
+    while counts(ray) != (16, 24) or not shard_of(ray).instance._waiting:  # the fourth draw waits
         time.sleep(0.01)
     shard_of(ray).die()  # the new shard does not know the other thread
     time.sleep(0.1)
