@@ -13,6 +13,7 @@ from gymnasium.wrappers import DtypeObservation
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from stable_baselines3 import DDPG, DQN, PPO, SAC, TD3, HerReplayBuffer
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.noise import NormalActionNoise
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
@@ -26,7 +27,6 @@ Arguments = dict[str, Any]
 ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh}
 SAME: dict[str, Any] = {
     "model.optimizer": None,
-    "model.entropy_schedule": "constant",
     "model.clip_schedule": "constant",
     "model.loss_critic_type": "l2",
     "model.loss_function": "l2",
@@ -48,6 +48,21 @@ OWN: dict[str, dict[str, Any]] = {
     "DQN": {"model.double": False, "model.dueling": False, "model.loss_function": "smooth_l1"},
 }
 """Further required values by learner."""
+
+
+class LinearEntropy(BaseCallback):
+    """Reduce the entropy bonus of PPO linearly, like the learning rate: Stable-Baselines3 has no schedule for it."""
+
+    def __init__(self, coefficient: float, total_frames: int) -> None:
+        super().__init__()
+        self.coefficient, self.total_frames = coefficient, total_frames
+
+    def _on_rollout_end(self) -> None:
+        assert isinstance(self.model, PPO)
+        self.model.ent_coef = self.coefficient * (1 - self.model.num_timesteps / self.total_frames)
+
+    def _on_step(self) -> bool:
+        return True
 
 
 class Twin:
@@ -99,7 +114,7 @@ class Twin:
             **self.arguments(),
         )
         began = time.process_time()
-        model.learn(self.data["total_frames"])
+        model.learn(self.data["total_frames"], self._callback())
         minutes = (time.process_time() - began) / 60
 
         def predict(observation: Any) -> Any:
@@ -119,6 +134,14 @@ class Twin:
         if schedule not in ("constant", "linear"):
             raise ResultsError(f"model.schedule={schedule} has no counterpart in Stable-Baselines3.")
         return rate if schedule == "constant" else lambda left: left * rate
+
+    def _callback(self) -> BaseCallback | None:
+        schedule = self.model.get("entropy_schedule", "constant")
+        if schedule not in ("constant", "linear"):
+            raise ResultsError(f"model.entropy_schedule={schedule} has no counterpart in Stable-Baselines3.")
+        if schedule == "constant":
+            return None
+        return LinearEntropy(self.model["entropy_coeff"], self.data["total_frames"])
 
     def network(self) -> Arguments:
         network = self.model["network"]

@@ -14,7 +14,7 @@ pytest.importorskip("stable_baselines3")
 import torch
 from gymnasium import Env
 from gymnasium.spaces import Box
-from stable_baselines3 import SAC
+from stable_baselines3 import PPO, SAC
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.type_aliases import ReplayBufferSamples
 from torch import Tensor, nn
@@ -68,6 +68,15 @@ def test_dqn_is_given_what_the_experiment_says():
     assert told["target_update_interval"] == 600  # frames
     assert (told["exploration_fraction"], told["exploration_final_eps"]) == (0.2, 0.07)
     assert (told["tau"], told["max_grad_norm"], told["n_steps"]) == (1.0, 10.0, 3)
+
+
+def test_entropy_bonus_follows_its_schedule(monkeypatch):
+    changes = ["data.total_frames=4096", "data.frames_per_batch=1024", "data.num_epochs=1", "model.entropy_coeff=0.08"]
+    monkeypatch.setattr(twin, "composed_run", lambda *said: composed_run(*said, "env=cartpole", *changes))
+    bonuses, train = [], PPO.train
+    monkeypatch.setattr(PPO, "train", lambda self: (bonuses.append(self.ent_coef), train(self)))
+    assert Twin("ppo_lunarlander").train(seed=0)[1] == 4096
+    assert bonuses == pytest.approx([0.06, 0.04, 0.02, 0.0])
 
 
 def test_normalised_observations_are_not_kept_as_whole_numbers():
