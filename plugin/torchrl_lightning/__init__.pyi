@@ -83,6 +83,7 @@ from .deploy import save_pretrained as save_pretrained
 from .dynamics import DynamicsTargets as DynamicsTargets
 from .dynamics import HoldoutSplit as HoldoutSplit
 from .dynamics import MBReplayBuffer as MBReplayBuffer
+from .dynamics import QuadraticReward as QuadraticReward
 from .dynamics import StandardScaler as StandardScaler
 from .environments import ActionMaskFromInfo as ActionMaskFromInfo
 from .environments import EnvironmentRecipe as EnvironmentRecipe
