@@ -210,14 +210,14 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str, str
 
 
 def earlier_table(root: Path = PROJECT) -> str:
-    """Return the table of the logs of earlier versions of the code, for experiments without a present log."""
+    """Return the table of the logs of earlier versions of the code beside Stable-Baselines3 and published scores."""
     published = yaml.safe_load((root / "examples" / "results" / "published.yaml").read_text())
     heads = ("experiment", "seeds", "frames", "minutes", "score of each seed", "mean, deviation")
     rows = []
     for name in recorded(root):
-        if read_logs(name, root):
-            continue
         ends, peers = ends_of(name, root), ends_of(name, root, peer=True)
+        if read_logs(name, root) or not (peers or name in published):
+            continue
         scores = [row.score for row in ends]
         summary = spread(scores)
         if len(scores) >= 5:

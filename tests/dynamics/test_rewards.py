@@ -77,3 +77,11 @@ def test_reward_for_other_observations_is_an_error_before_the_first_fit() -> Non
 
 def test_config_with_the_reward_is_trusted() -> None:
     check_config({"_target_": "torchrl_lightning.QuadraticReward", "weights": [1.0]}, where="a config")
+
+
+def test_state_of_a_reward_gives_the_same_reward() -> None:
+    reward = QuadraticReward([1.0, 3.0], [0.5, -1.0], constant=2.0, action_weight=0.1)
+    other = QuadraticReward.from_state(reward.state)
+    rows, action = torch.randn(5, 2, dtype=torch.float64), torch.randn(5, 1, dtype=torch.float64)
+    assert other.state == reward.state
+    assert torch.equal(other(rows, action, rows), reward(rows, action, rows))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from torchrl_lightning._core.state import state_error
 from torchrl_lightning._core.trust import ConfigSafe
 from torchrl_lightning._core.validators import finite, non_negative
 
@@ -16,7 +18,8 @@ class QuadraticReward(ConfigSafe):
 
     A planner needs such a reward if the environment's own reward does not show which of its states are safer. For
     example, each step of InvertedPendulum has reward 1 until the pole falls. A plan that drifts to the end of the rail
-    then has the same return as one that stays in the middle.
+    then has the same return as one that stays in the middle. Checkpoints contain the numbers of this reward, so that
+    the policy can be loaded from a checkpoint alone.
 
     Args:
         weights: \(w\), a weight of each element of the observation.
@@ -52,6 +55,24 @@ class QuadraticReward(ConfigSafe):
         if len(values) != len(self.weights):
             raise ValueError(f"weights and target must have equal lengths, got {len(self.weights)} and {len(values)}.")
         self.target = torch.tensor(values, dtype=torch.float64)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The settings as plain numbers, for checkpoints."""
+        return {
+            "weights": self.weights.tolist(),
+            "target": self.target.tolist(),
+            "constant": self.constant,
+            "action_weight": self.action_weight,
+        }
+
+    @classmethod
+    def from_state(cls, state: Any) -> Self:
+        """Build the reward of a checkpoint; raise a ValueError if the state is invalid."""
+        try:
+            return cls(**state)
+        except TypeError as error:
+            raise state_error(state, "reward", "settings of a QuadraticReward") from error
 
     def __call__(self, observation: Tensor, action: Tensor, next_observation: Tensor) -> Tensor:
         """Return the reward of each row ``[R]``."""

@@ -16,7 +16,7 @@ from kit.dynamics import model_data
 from kit.fake_data import FakeData
 from kit.runs import parameters, trainer
 from kit.world_models import POINT, FakeDynamics, pushed, targets_of
-from torchrl_lightning import MBPOModule
+from torchrl_lightning import MBPOModule, QuadraticReward
 from torchrl_lightning.agents import CrossEntropyPlanner, DynamicsEnsemble, OutsideBox, WorldModelFit
 
 
@@ -131,6 +131,28 @@ def test_reward_function_cannot_be_loaded(tmp_path: Path) -> None:
     fit.save_checkpoint(tmp_path / "last.ckpt")
     with pytest.raises(ValueError, match="reward function"):
         module_without_data().on_load_checkpoint(torch.load(tmp_path / "last.ckpt", weights_only=True))
+
+
+def test_quadratic_reward_is_loaded_from_the_checkpoint(tmp_path: Path) -> None:
+    reward = QuadraticReward([2.0, 1.0], [0.5, 0.0], constant=1.0)
+    module, data = small(), FakeDynamics(reward=reward)
+    fit = trainer(max_epochs=1)
+    fit.fit(module, datamodule=data)
+    fit.save_checkpoint(tmp_path / "last.ckpt")
+    stored = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    other = module_without_data()
+    other.on_load_checkpoint(stored)
+    other.load_state_dict(stored["state_dict"])
+    assert other.world_model.targets.reward.state == reward.state
+    td = TensorDict({"observation": torch.randn(5, 2)}, [5])
+    torch.manual_seed(1)
+    expected = module.policy(td.clone())["action"]
+    torch.manual_seed(1)
+    assert torch.equal(other.policy(td.clone())["action"], expected)
+    for damaged in ({"weights": [1.0, -1.0]}, {"weight": [1.0]}, 3.0, {"weights": "ab"}):
+        stored["dynamics_ensemble"]["reward"] = damaged
+        with pytest.raises(ValueError, match=r"weights|reward"):
+            module_without_data().on_load_checkpoint(stored)
 
 
 @pytest.mark.parametrize("learns_terminated", [False, True])

@@ -22,7 +22,7 @@ from torchrl_lightning.agents.model_based.planners import CrossEntropyPlanner, S
 from torchrl_lightning.agents.model_based.terminations import TerminationCheck
 from torchrl_lightning.agents.model_based.world_env import WorldModelEnvironment
 from torchrl_lightning.agents.model_based.world_models import WorldModel, WorldModelSettings
-from torchrl_lightning.dynamics import DynamicsTargets
+from torchrl_lightning.dynamics import DynamicsTargets, QuadraticReward
 from torchrl_lightning.environments import spawn_seed
 
 STATE = "dynamics_ensemble"
@@ -252,6 +252,7 @@ class DynamicsEnsemble(WorldModelSettings, LossTermsModule):
             "num_members": self.require_built(self.ensemble).num_members,
             "observation_keys": [list(path_of(key)) for key in targets.observation_keys],
             "learns_reward": targets.reward is None,
+            "reward": targets.reward.state if isinstance(targets.reward, QuadraticReward) else None,
             "learns_terminated": self.require_built(self.world_model).learns_terminated,
             "epochs_waited": self.epochs_waited,
             "is_judged": self._is_validated,
@@ -265,7 +266,7 @@ class DynamicsEnsemble(WorldModelSettings, LossTermsModule):
         Raises:
             ValueError: The checkpoint belongs to another environment, or either the checkpoint or the module
                 learns terminations, but not both. The same error is raised if the networks are not built and the model
-                has a reward function.
+                has a reward function other than a :class:`~torchrl_lightning.QuadraticReward`.
         """
         super().on_load_checkpoint(checkpoint)
         if STATE not in checkpoint:
@@ -274,15 +275,16 @@ class DynamicsEnsemble(WorldModelSettings, LossTermsModule):
         learns_terminated = bool(state["learns_terminated"])
         if not self.is_built:
             members, specs = state["num_members"], self._data.specs
-            if not state["learns_reward"]:
+            reward = None if state.get("reward") is None else QuadraticReward.from_state(state["reward"])
+            if reward is None and not state["learns_reward"]:
                 raise ValueError(
-                    "the checkpoint's world model has a reward function, which checkpoints cannot contain. Pass the "
-                    "module: "
+                    "the checkpoint's world model has a reward function, which checkpoints cannot contain. Use a "
+                    "QuadraticReward in training, or pass the module: "
                     f"load_policy(path, module=MyModule(...).build(specs, num_members={members}, targets="
                     "DynamicsTargets(specs.observation, specs.action, reward=my_reward)))"
                 )
             keys = [tuple(path) for path in state["observation_keys"]]
-            options: dict[str, Any] = {"observation_keys": keys, "terminated": learns_terminated}
+            options: dict[str, Any] = {"observation_keys": keys, "terminated": learns_terminated, "reward": reward}
             targets = DynamicsTargets(specs.observation, specs.action, **options)
             self.build(specs, num_members=members, targets=targets)
         if learns_terminated != self.require_built(self.world_model).learns_terminated:
