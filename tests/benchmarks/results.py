@@ -8,8 +8,8 @@ checkpoint of each seed. It writes ``examples/results/ppo_acrobot/seed_0.csv`` a
 change the checkout during a run. ``--check`` trains again, and compares with the stored logs instead of replacing them;
 it exits with 1 if a run differs.
 
-``table`` writes the scores of all logs into the README, the heads of ``conf/experiment/*.yaml`` and
-``examples/guide/experiments.md``, and ``redraw.py scores.png`` draws the figure of the guide.
+``table`` writes the scores of all logs into the README, the heads of ``conf/experiment/*.yaml`` and the pages of the
+guide with tables of scores, and ``redraw.py scores.png`` draws the figure of the guide.
 ``examples/results/experiments.yaml`` contains the descriptions of the experiments and the scores of earlier runs,
 ``published.yaml`` contains published scores. ``zoo.py`` trains with Stable-Baselines3 at the same settings.
 """
@@ -45,6 +45,20 @@ IN_README = (
     *("ppo_cartpole", "ppo_halfcheetah", "vtrace_cartpole", "dqn_prioritized_lunarlander", "sac_pendulum"),
     *("ddpg_her_fetchreach", "pets_pendulum", "ppod_minigrid_keycorridor"),
 )
+IN_GUIDE = {
+    "models.md": (
+        *("pets_pendulum", "pets_cartpole_continuous", "pets_invertedpendulum"),
+        *("mbpo_pendulum", "mbpo_invertedpendulum", "mbpo_hopper"),
+        *("sac_pendulum", "sac_invertedpendulum", "sac_hopper"),
+    ),
+    "demonstrations.md": (
+        *("ppod_minigrid_keycorridor", "ppod_minigrid_unlockpickup", "ppod_minigrid_keycorridor_s3r3"),
+        *("ppod_minigrid_obstructedmaze", "ppod_minigrid_multiroom", "ppod_minigrid_lockedroom"),
+        *("ppod_mountaincar", "dqfd_mountaincar", "rlpd_pendulum", "sac_her_fetchpickandplace"),
+    ),
+    "hindsight.md": ("ddpg_her_fetchreach", "sac_her_fetchpush", "sac_her_fetchpickandplace"),
+}
+"""The experiments whose scores other pages of the guide show."""
 SEEDS = (0, 1, 2, 3, 4)
 _log = logging.getLogger(__name__)
 
@@ -294,8 +308,14 @@ def written(root: Path = PROJECT) -> dict[Path, str]:
     for mark, table in {**tables, "earlier": earlier_table(root)}.items():
         page = with_table(page, table, f"results.py: {mark}")
     front = with_table(readme.read_text(), experiments_table(IN_README, root), "results.py: experiments")
+    scores = {
+        guide.with_name(other): with_table(
+            guide.with_name(other).read_text(), experiments_table(names, root), "results.py: experiments"
+        )
+        for other, names in IN_GUIDE.items()
+    }
     heads = {path: with_score(path.read_text(), path.stem, root) for path in (root / "conf/experiment").glob("*.yaml")}
-    return {readme: front, guide: page, **heads}
+    return {readme: front, guide: page, **scores, **heads}
 
 
 def asked(

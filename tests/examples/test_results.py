@@ -40,7 +40,8 @@ def root(tmp_path: Path) -> Path:
     shutil.copytree(PROJECT / "conf", tmp_path / "conf")
     shutil.copytree(RESULTS, tmp_path / "examples" / "results", ignore=shutil.ignore_patterns("seed_*.csv"))
     (tmp_path / "examples" / "guide").mkdir()
-    shutil.copy(GUIDE, tmp_path / "examples" / "guide")
+    for page in (GUIDE.name, *results.IN_GUIDE):
+        shutil.copy(GUIDE.with_name(page), tmp_path / "examples" / "guide")
     shutil.copy(PROJECT / "README.md", tmp_path)
     for path, text in written(tmp_path).items():
         path.write_text(text)
