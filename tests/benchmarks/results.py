@@ -223,6 +223,24 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str, str
     return f"{mean:.3g} ({low:.3g} to {high:.3g})", word
 
 
+def comparison_sentence(root: Path = PROJECT) -> str:
+    """Return a sentence for the README: in which experiments ours is ahead of and behind Stable-Baselines3."""
+    names: dict[str, list[str]] = {"ahead": [], "behind": []}
+    others = 0
+    for name in recorded(root):
+        logs, peers = read_logs(name, root), read_logs(name, root, peer=True)
+        if min(len(logs), len(peers)) < 3:
+            continue
+        word = difference([log.last.mean for log in logs], [log.last.mean for log in peers])[1]
+        if word in names:
+            names[word].append(f"`{name}`")
+        else:
+            others += 1
+    link = "[Stable-Baselines3 with the same settings](examples/guide/experiments.md#comparison-with-stable-baselines3)"
+    ahead, behind = (", ".join(group) or "none" for group in names.values())
+    return f"Our mean is ahead of {link} in {ahead}, behind in {behind}, and not clearly different in {others} others."
+
+
 def earlier_table(root: Path = PROJECT) -> str:
     """Return the table of the logs of earlier versions of the code beside Stable-Baselines3 and published scores."""
     published = yaml.safe_load((root / "examples" / "results" / "published.yaml").read_text())
@@ -288,6 +306,13 @@ def with_table(page: str, table: str, mark: str) -> str:
     return f"{before}<!-- {mark} -->\n{table and chr(10)}{table}{rest}"
 
 
+def with_comparison(page: str, sentence: str) -> str:
+    """Return the README with the sentence about Stable-Baselines3 before the mark of the table."""
+    return re.sub(
+        r"Our mean is ahead of \[Stable-Baselines3.*(?= <!-- results\.py: experiments -->)", lambda _: sentence, page
+    )
+
+
 def with_score(text: str, name: str, root: Path = PROJECT) -> str:
     """Return the YAML of an experiment with its score, or the score of earlier runs, in a line of its head."""
     logs, earlier = read_logs(name, root), described(root)[name].get("earlier", "")
@@ -307,7 +332,8 @@ def written(root: Path = PROJECT) -> dict[Path, str]:
     page = guide.read_text()
     for mark, table in {**tables, "earlier": earlier_table(root)}.items():
         page = with_table(page, table, f"results.py: {mark}")
-    front = with_table(readme.read_text(), experiments_table(IN_README, root), "results.py: experiments")
+    front = with_comparison(readme.read_text(), comparison_sentence(root))
+    front = with_table(front, experiments_table(IN_README, root), "results.py: experiments")
     scores = {
         guide.with_name(other): with_table(
             guide.with_name(other).read_text(), experiments_table(names, root), "results.py: experiments"

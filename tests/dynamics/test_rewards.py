@@ -1,4 +1,4 @@
-"""Known rewards of environments whose dynamics are learned."""
+"""Rewards with a known equation, for plans in a learned model."""
 
 from __future__ import annotations
 

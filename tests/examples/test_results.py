@@ -109,6 +109,7 @@ def test_peer_is_compared_by_the_difference_of_the_means(root):
     assert "| 10, 12, 11 | 11 +- 1 | 21 +- 1 (seeds 0 to 2) | -10 (" in row
     assert "| behind | 2326 +- 1130 (v3" in row
     assert name not in earlier_table(root)
+    assert "stable-baselines3) in none, behind in `sac_hopper`, and" in written(root)[root / "README.md"]
     assert difference([5.0] * 3, [5.0] * 3)[1] == "equal"
     assert difference([5.0, 6.0, 7.0], [1.0, 2.0, 3.0])[1] == "ahead"
     assert difference([5.0, 1.0, 7.0], [1.0, 2.0, 3.0])[1] == "not clearly different"

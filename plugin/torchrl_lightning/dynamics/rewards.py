@@ -1,4 +1,4 @@
-"""Known rewards of environments whose dynamics are learned."""
+"""Rewards with a known equation, for plans in a learned model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torchrl_lightning._core.validators import finite, non_negative
 class QuadraticReward(ConfigSafe):
     r"""Reward observations near a target: \(r = c - \sum_i w_i (s'_i - t_i)^2 - u \lVert a \rVert^2\).
 
-    A planner needs such a reward if the environment's own reward does not show which of its states are safer. For
-    example, each step of InvertedPendulum has reward 1 until the pole falls. A plan that drifts to the end of the rail
-    then has the same return as one that stays in the middle. Checkpoints contain the numbers of this reward, so that
-    the policy can be loaded from a checkpoint alone.
+    Use it if the environment gives the same reward in safe and in dangerous states. For example, each step of
+    InvertedPendulum has reward 1 until the pole falls. A plan that drifts to the end of the rail then has the same
+    return as one that stays in the middle. Checkpoints contain the numbers of this reward, and ``load_policy`` reads
+    them.
 
     Args:
         weights: \(w\), a weight of each element of the observation.
