@@ -268,7 +268,7 @@ def picture(output: Path, root: Path = PROJECT) -> Figure:
 
     published = yaml.safe_load((root / "examples" / "results" / "published.yaml").read_text())
     names = recorded(root)
-    with saved_panels(output, len(names), (3.6, 2.3), columns=2) as (figure, grid):
+    with saved_panels(output, len(names), (2.7, 1.9), columns=3) as (figure, grid):
         has_peer = has_published = False
         for axes, name in zip(grid, names, strict=True):
             rows = rows_of(name, root)
