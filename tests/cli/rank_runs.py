@@ -139,9 +139,13 @@ class RankRun:
         return self._process.wait(seconds)
 
     def lines(self) -> list[str]:
-        """Return the printed lines without log messages and warnings of libraries."""
+        """Return the printed lines without log messages and warnings of libraries.
+
+        The resource tracker of a killed process warns at any time, also after our last line.
+        """
         said = (self.folder / "said").read_text().splitlines()
-        return [line for line in said if line.strip() and "[INFO]" not in line and "warn(" not in line]
+        others = ("[INFO]", "warn(", "UserWarning: resource_tracker")
+        return [line for line in said if line.strip() and not any(other in line for other in others)]
 
     def left(self, seconds: float = 30) -> list[int]:
         """Return the ids of processes that still run some seconds after the first rank's end."""
