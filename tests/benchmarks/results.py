@@ -224,14 +224,19 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str, str
 
 
 def comparison_sentence(root: Path = PROJECT) -> str:
-    """Return a sentence for the README: in which experiments ours is ahead of and behind Stable-Baselines3."""
+    """Return a sentence for the README: in which experiments ours is ahead of and behind Stable-Baselines3.
+
+    It covers the rows of both tables with at least three seeds on each side, thus also those of earlier runs.
+    """
     names: dict[str, list[str]] = {"ahead": [], "behind": []}
     others = 0
     for name in recorded(root):
-        logs, peers = read_logs(name, root), read_logs(name, root, peer=True)
-        if min(len(logs), len(peers)) < 3:
+        if read_logs(name, root) and not read_logs(name, root, peer=True):
+            continue  # a peer's earlier log belongs to our earlier log
+        ours, theirs = ([end.score for end in ends_of(name, root, peer)] for peer in (False, True))
+        if min(len(ours), len(theirs)) < 3:
             continue
-        word = difference([log.last.mean for log in logs], [log.last.mean for log in peers])[1]
+        word = difference(ours, theirs)[1]
         if word in names:
             names[word].append(f"`{name}`")
         else:

@@ -68,11 +68,10 @@ def test_reward_names_the_wrong_number(settings: dict[str, Any], message: str) -
 
 
 def test_reward_for_other_observations_is_an_error_before_the_first_fit() -> None:
-    spec = Composite(observation=Unbounded(3))
+    reward = QuadraticReward([1.0, 1.0])
+    targets = DynamicsTargets(Composite(observation=Unbounded(3)), Unbounded(1), reward=reward)
     with pytest.raises(ValueError, match=r"reward must .*3 numbers, got 2 numbers"):
-        DynamicsTargets(spec, Unbounded(1), reward=QuadraticReward([1.0, 1.0])).check_function(
-            QuadraticReward([1.0, 1.0]), "reward"
-        )
+        targets.check_function(reward, "reward")
 
 
 def test_config_with_the_reward_is_trusted() -> None:

@@ -116,6 +116,15 @@ def test_peer_is_compared_by_the_difference_of_the_means(root):
     assert difference([5.0], [1.0, 2.0, 3.0]) == ("3", "not known: too few seeds")
 
 
+def test_readme_names_the_rows_of_earlier_runs_in_which_we_are_behind(root):
+    logs = root / "examples" / "results"
+    for folder, score in ((logs, 5.0), (logs / PEER, 9.0)):
+        write(NAME, [replace(ROWS[1], seed=seed, score=score + seed) for seed in range(3)], folder)
+    assert f"`{NAME}`" in results.comparison_sentence(root).partition("behind in ")[2]
+    write_log(NAME, 0, 5.0, root)  # the peer's earlier log is not compared with a present one
+    assert f"`{NAME}`" not in results.comparison_sentence(root)
+
+
 def test_earlier_log_is_read_as_long_as_the_settings_are_the_same(tmp_path, monkeypatch):
     rows = [replace(ROWS[0], success=0.5), replace(ROWS[1], success=0.91)]
     write(NAME, rows, tmp_path)
