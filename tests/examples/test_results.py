@@ -94,6 +94,14 @@ def test_score_of_an_earlier_run_is_marked(root):
     assert f"| earlier: {earlier} |  |  |  |" in table
 
 
+@pytest.mark.parametrize("path", sorted((PROJECT / "conf/experiment").glob("*.yaml")), ids=lambda path: path.stem)
+def test_head_of_an_experiment_has_no_typed_score_and_names_the_seeds_of_the_choice(path):
+    head = " ".join(line[2:] for line in path.read_text().splitlines() if re.match("# (?!Score|Earlier)", line))
+    scores = r"\+-|publish|seeds? [\d, toand]+ (?:ha[ds]|have|reach)|(?:alone|without|behaviour): "
+    assert re.findall(scores, head) == []
+    assert re.search(r"chosen on (seeds? )?\d|not recorded|[Ss]ettings of|No setting was chosen", head)
+
+
 def test_typed_score_is_found(root):
     guide = root / GUIDE.relative_to(PROJECT)
     guide.write_text(guide.read_text().replace("500, 500, 500", "500, 500, 499", 1))
