@@ -1,4 +1,4 @@
-"""Learning curves of the guide, drawn from the logs of ``results.py`` and ``curves.py``."""
+"""Learning curves of the guide, drawn from the logs of ``results.py``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from benchmarks import curves
 from benchmarks.earlier_logs import RESULTS, Row
 from benchmarks.results import rows_of
 from benchmarks.run_logs import log_path
@@ -28,14 +27,11 @@ class Line:
 
     def paths(self) -> list[Path]:
         """Return the logs of all seeds, or the earlier log."""
-        path = curves.FOLDER / f"{self.name}.csv"
-        logs = sorted(log_path(self.name, 0).parent.glob("*.csv"))
-        return logs or [path if path.is_file() else RESULTS / path.name]
+        return sorted(log_path(self.name, 0).parent.glob("*.csv")) or [RESULTS / f"{self.name}.csv"]
 
     def rows(self) -> list[Row]:
         """Return the rows of all seeds; raise ResultsError if the settings of the run have changed since."""
-        is_curve = self.paths()[0].parent == curves.FOLDER
-        return curves.read_curve(self.name) if is_curve else rows_of(self.name)
+        return rows_of(self.name)
 
 
 @dataclass(frozen=True)

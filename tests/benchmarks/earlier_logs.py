@@ -1,4 +1,4 @@
-"""Logs of earlier versions of the code, and of the runs of ``curves.py`` and ``ablations.py``: one file for all seeds.
+"""Logs of earlier versions of the code: one file for all seeds.
 
 The digest of these logs covers the YAML of the experiment and its demonstrations, but not the groups of the config.
 ``run_logs.py`` has the present format.
@@ -6,29 +6,15 @@ The digest of these logs covers the YAML of the experiment and its demonstration
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import hashlib
 import re
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, fields
-from operator import attrgetter
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from benchmarks.run_logs import (
-    EVALUATE,
-    PROJECT,
-    TRAIN,
-    Evaluation,
-    ResultsError,
-    command,
-    processor_time,
-    read_curve,
-    read_evaluation,
-)
+from benchmarks.run_logs import PROJECT, Evaluation, ResultsError
 
 RESULTS, CONF = PROJECT / "examples" / "results", PROJECT / "conf" / "experiment"
 DEMONSTRATIONS = PROJECT / "conf" / "demonstrations"
@@ -72,26 +58,8 @@ def settings_of(name: str) -> str:
     return digest.hexdigest()[:12]
 
 
-def write(name: str, rows: Iterable[Row], folder: Path, settings: str) -> None:
-    """Write the results of a run with the digest ``settings``. Rows of other seeds with this digest remain."""
-    folder.mkdir(exist_ok=True)
-    path, written = folder / f"{name}.csv", list(rows)
-    seeds = {row.seed for row in written}
-    with contextlib.suppress(FileNotFoundError, ResultsError):
-        written += [row for row in read(path, settings) if row.seed not in seeds]
-    with path.open("w", newline="") as file:
-        file.write(f"# version {VERSION}, settings {settings}\n")
-        lines = csv.writer(file, lineterminator="\n")
-        lines.writerow(field.name for field in fields(Row))
-        ordered = sorted(written, key=attrgetter("seed"))
-        lines.writerows(
-            ["" if value is None else value if isinstance(value, int) else f"{value:.6g}" for value in astuple(row)]
-            for row in ordered
-        )
-
-
 def read(path: Path, settings: str | None = None, script: str = "results.py") -> list[Row]:
-    """Read the results of an experiment, or of a run with the digest ``settings``; ``script`` repeats the run.
+    """Read the results of an experiment with the digest ``settings``; ``script`` repeats the run.
 
     Raises:
         ResultsError: The file has another version or other settings.
@@ -116,28 +84,7 @@ def read(path: Path, settings: str | None = None, script: str = "results.py") ->
     ]
 
 
-def run(arguments: Iterable[str], seed: int, folder: Path, *, plays_last: bool = True) -> Iterator[Row]:
-    """Train with the command and a seed, and yield the rows of the results.
-
-    The last row has the score of 100 unseen episodes with the last checkpoint, or the score of the evaluation after
-    training if ``plays_last`` is false.
-    """
-    began = processor_time()
-    output = command(TRAIN, *arguments, f"seed={seed}", "eval_checkpoint=last", f"hydra.run.dir={folder}")
-    minutes = (processor_time() - began) / 60
-    if plays_last:
-        output = command(EVALUATE, f"ckpt_path={folder}/checkpoints/last.ckpt", f"episodes={EPISODES}", "trusted=true")
-    yield from (to_row(seed, evaluation) for evaluation in read_curve(folder / "csv" / "metrics.csv"))
-    yield to_row(seed, *read_evaluation(output), minutes)
-
-
 def to_row(seed: int, evaluation: Evaluation, episodes: int = 0, minutes: float | None = None) -> Row:
     """Return an evaluation as a row."""
     frames, score, deviation, success = evaluation
     return Row(seed, frames, score, deviation, episodes, minutes, success)
-
-
-def run_all(arguments: Sequence[str], seeds: Iterable[int]) -> list[Row]:
-    """Train with each seed, and return all rows."""
-    with tempfile.TemporaryDirectory() as folder:
-        return [row for seed in seeds for row in run(arguments, seed, Path(folder, str(seed)))]

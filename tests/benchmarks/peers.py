@@ -43,7 +43,8 @@ if __name__ == "__main__" and sys.argv[1:2] == ["row"]:
     warnings.simplefilter("ignore")
 
 from benchmarks import run_logs
-from benchmarks.results import PROJECT, markdown, with_table
+from benchmarks.run_logs import PROJECT
+from benchmarks.tables import markdown, with_table
 from benchmarks.whole_runs.names import ANY_SBX, BARE, COMMAND, LEAN, OURS, REJAX, SB3, SBX
 
 FOLDER = PROJECT / "examples" / "results" / "speed"

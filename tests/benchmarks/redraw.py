@@ -3,8 +3,8 @@
     python tests/benchmarks/redraw.py [scores.png learning_curves.png ...]
 
 ``PICTURES`` maps each picture to its data and its drawing settings. A picture stores a digest of both in its metadata,
-so that a test finds pictures that are older than their data. ``curves.py`` and ``results.py`` write the logs. The
-pictures of inspection pages need Chromium and about a minute of training. ``cluster.svg`` is written by hand.
+so that a test finds pictures that are older than their data. ``results.py`` writes the logs. The pictures of inspection
+pages need Chromium and about a minute of training. ``cluster.svg`` is written by hand.
 """
 
 from __future__ import annotations

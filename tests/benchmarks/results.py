@@ -3,10 +3,10 @@
     python tests/benchmarks/results.py run ppo_acrobot [--seeds 0 1 2 3 4] [--check]
     python tests/benchmarks/results.py table
 
-``run`` trains an experiment like ``torchrl-lightning-train`` and plays 100 unseen episodes with the last and the best
-checkpoint of each seed. It writes ``examples/results/ppo_acrobot/seed_0.csv`` and so on (``run_logs.py``). Do not
-change the checkout during a run. ``--check`` trains again, and compares with the stored logs instead of replacing them;
-it exits with 1 if a run differs.
+``run`` trains an experiment, or a variant of ``examples/results/variants.yaml``, like ``torchrl-lightning-train``. It
+plays 100 unseen episodes with the last and the best checkpoint of each seed, and writes
+``examples/results/ppo_acrobot/seed_0.csv`` and so on (``run_logs.py``). Do not change the checkout during a run.
+``--check`` trains again, and compares with the stored logs instead of replacing them; it exits with 1 if a run differs.
 
 ``table`` writes the scores of all logs into the README, the heads of ``conf/experiment/*.yaml`` and the pages of the
 guide with tables of scores, and ``redraw.py scores.png`` draws the figure of the guide.
@@ -21,7 +21,6 @@ import logging
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,8 +32,21 @@ import yaml
 
 from benchmarks import run_logs
 from benchmarks.earlier_logs import EPISODES, Row, read, settings_of, to_row
-from benchmarks.run_logs import PEER, PROJECT, Evaluation, ResultsError, RunLog, log_path, read_logs
-from torchrl_lightning.cli.plot import bootstrap_interval
+from benchmarks.run_logs import PEER, PROJECT, Evaluation, ResultsError, log_path, read_logs
+from benchmarks.tables import (
+    duration,
+    markdown,
+    middle_half,
+    minutes,
+    numbered,
+    score,
+    seeds_of,
+    short,
+    spread,
+    with_success,
+    with_table,
+)
+from benchmarks.variants import descriptions, frames, mask_table, replay_table, variant
 from torchrl_lightning.plotting.style import STAR, add_legend, axis_label, saved_panels
 
 if TYPE_CHECKING:
@@ -56,7 +68,12 @@ IN_GUIDE = {
         *("ppod_minigrid_obstructedmaze", "ppod_minigrid_multiroom", "ppod_minigrid_lockedroom"),
         *("ppod_mountaincar", "dqfd_mountaincar", "rlpd_pendulum", "sac_her_fetchpickandplace"),
     ),
-    "hindsight.md": ("ddpg_her_fetchreach", "sac_her_fetchpush", "sac_her_fetchpickandplace"),
+    "hindsight.md": (
+        "ddpg_her_fetchreach",
+        "ddpg_her_fetchreach_without",
+        "sac_her_fetchpush",
+        "sac_her_fetchpickandplace",
+    ),
 }
 """The experiments whose scores other pages of the guide show."""
 SEEDS = (0, 1, 2, 3, 4)
@@ -109,87 +126,21 @@ def recorded(root: Path = PROJECT) -> list[str]:
     return sorted({path.stem for path in results.glob("*.csv")} | {p.parent.name for p in results.glob("*/seed_*.csv")})
 
 
-def middle_half(values: Sequence[float]) -> str:
-    """Return the interquartile mean of the scores of all seeds with its interval."""
-    ends = np.ravel(bootstrap_interval(np.array(values)[:, None]))
-    return "{} ({} to {})".format(*(f"{end:.3g}" if abs(end) < 1000 else f"{end:.0f}" for end in ends))
-
-
-def short(score: float) -> str:
-    """Return a score with few digits."""
-    return f"{score:.4g}" if abs(score) < 10 else f"{score:.0f}"
-
-
-def with_success(end: Row) -> str:
-    """Return the score of a run, followed by its success rate in brackets if it has one."""
-    return short(end.score) if end.success is None else f"{short(end.score)} ({end.success:.2f})"
-
-
-def spread(scores: Sequence[float]) -> str:
-    """Return mean and deviation of the scores of all seeds, or the score of a single seed."""
-    if len(scores) == 1:
-        return short(scores[0])
-    deviation = np.std(scores, ddof=1) if np.ptp(scores) else 0.0  # np.std of equal scores may be a rounding error
-    return f"{np.mean(scores):.4g} +- {deviation:.2g}"
-
-
-def minutes(ends: Sequence[Row]) -> str:
-    """Return the mean training time of a seed in minutes."""
-    return f"{np.mean([row.minutes for row in ends if row.minutes is not None]):.1f}"
-
-
-def duration(logs: Sequence[RunLog]) -> str:
-    """Return the mean processor time of a seed."""
-    mean = float(np.mean([log.minutes for log in logs]))
-    return f"{60 * mean:.0f} s" if mean < 2 else f"{mean:.3g} min"
-
-
-def seeds_of(logs: Sequence[RunLog]) -> str:
-    """Return the seeds, as a range if they are consecutive."""
-    seeds = [log.seed for log in logs]
-    is_range = len(seeds) > 2 and seeds == [*range(seeds[0], seeds[-1] + 1)]
-    return f"{seeds[0]} to {seeds[-1]}" if is_range else ", ".join(map(str, seeds))
-
-
-def numbered(logs: Sequence[RunLog]) -> str:
-    """Return the seeds after the word seed."""
-    return f"seed{'s' * (len(logs) > 1)} {seeds_of(logs)}"
-
-
-def score(logs: Sequence[RunLog]) -> str:
-    """Return mean and deviation of the scores of the last checkpoints, and the mean success rate if there is one."""
-    rates = [log.success for log in logs if log.success is not None]
-    success = f"; success rate {np.mean(rates):.2f}" if rates else ""
-    return spread([log.last.mean for log in logs]) + success
-
-
-@cache
-def frames(name: str, root: Path = PROJECT) -> str:
-    """Return ``data.total_frames`` of an experiment; with demonstrations, the last rollout of a run may exceed it."""
-    return f"{run_logs.composed(name, root).data.total_frames:,}"
-
-
 def described(root: Path = PROJECT) -> dict[str, dict[str, str]]:
     """Return the description of each experiment, and the scores of its earlier runs if it has any."""
     return dict(yaml.safe_load((root / "examples" / "results" / "experiments.yaml").read_text()))
 
 
-def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table without its empty columns, or an empty text without rows."""
-    columns = [[head, "---", *cells] for head, *cells in zip(heads, *rows, strict=True) if any(cells)]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in zip(*columns, strict=True))
-
-
 def experiments_table(names: Iterable[str], root: Path = PROJECT) -> str:
-    """Return the table of these experiments. An experiment without logs has the scores of earlier runs, if any."""
+    """Return the table of these experiments and variants. One without logs has the scores of earlier runs, if any."""
     heads = ["`experiment=`", "description", "score", "seeds", "frames", "processor time"]
-    entries, rows = described(root), []
+    entries, rows = {**described(root), **descriptions(root)}, []
     for name in names:
         logs, earlier = read_logs(name, root), entries[name].get("earlier")
         cells = [f"earlier: {earlier}" if earlier else "", "", "", ""]
         if logs:
             cells = [score(logs), seeds_of(logs), frames(name, root), duration(logs)]
-        rows.append([f"`{name}`", entries[name]["description"], *cells])
+        rows.append([f"`{variant(name, root)}`", entries[name]["description"], *cells])
     return markdown(heads, rows)
 
 
@@ -304,13 +255,6 @@ def picture(output: Path, root: Path = PROJECT) -> Figure:
     return figure
 
 
-def with_table(page: str, table: str, mark: str) -> str:
-    """Return a page with the table after the line that ends with the mark ``<!-- results.py: ... -->``."""
-    before, rest = page.split(f"<!-- {mark} -->\n")
-    rest = re.sub(r"\A\n(?:\|.*\n)+", "", rest)
-    return f"{before}<!-- {mark} -->\n{table and chr(10)}{table}{rest}"
-
-
 def with_comparison(page: str, sentence: str) -> str:
     """Return the README with the sentence about Stable-Baselines3 before the mark of the table."""
     return re.sub(
@@ -335,8 +279,9 @@ def written(root: Path = PROJECT) -> dict[Path, str]:
     readme, guide = root / "README.md", root / GUIDE.relative_to(PROJECT)
     tables = {"experiments": experiments_table(described(root), root), "comparison": comparison_table(root)}
     page = guide.read_text()
-    for mark, table in {**tables, "earlier": earlier_table(root)}.items():
+    for mark, table in {**tables, "earlier": earlier_table(root), "replay": replay_table(root)}.items():
         page = with_table(page, table, f"results.py: {mark}")
+    masks = guide.with_name("environments.md")
     front = with_comparison(readme.read_text(), comparison_sentence(root))
     front = with_table(front, experiments_table(IN_README, root), "results.py: experiments")
     scores = {
@@ -346,7 +291,8 @@ def written(root: Path = PROJECT) -> dict[Path, str]:
         for other, names in IN_GUIDE.items()
     }
     heads = {path: with_score(path.read_text(), path.stem, root) for path in (root / "conf/experiment").glob("*.yaml")}
-    return {readme: front, guide: page, **scores, **heads}
+    masked = {masks: with_table(masks.read_text(), mask_table(root), "results.py: masks")}
+    return {readme: front, guide: page, **scores, **masked, **heads}
 
 
 def asked(

@@ -35,6 +35,8 @@ from kit.store import only_our_schemas
 PROJECT = Path(__file__).resolve().parents[2]
 PEER = "stable_baselines3"
 """Folder of the logs of ``zoo.py`` in the folder of results."""
+VARIANTS = "variants"
+"""Folder of the logs of runs with other settings than an experiment; ``variants.yaml`` lists their arguments."""
 FORMAT, EPISODES = 2, 100
 COLUMNS = "frames,score,deviation,success"
 KEYS = (
@@ -173,6 +175,8 @@ def command_of(path: Path) -> str:
     name, seed = path.parent.name, path.stem.removeprefix("seed_")
     if path.parents[1].name == PEER:
         return f"python tests/benchmarks/zoo.py run {name} --seeds {seed}"
+    if path.parents[1].name == VARIANTS:
+        return " ".join(("torchrl-lightning-train", *arguments_of(name, path.parents[4]), f"seed={seed}"))
     return f"torchrl-lightning-train experiment={name} seed={seed}"
 
 
@@ -189,34 +193,50 @@ def _expect(path: Path, what: str, received: str | None, expected: str | None, h
 
 def log_path(name: str, seed: int, root: Path = PROJECT, peer: bool = False) -> Path:
     """Return the path of the log of a seed."""
-    return root / "examples" / "results" / (PEER if peer else "") / name / f"seed_{seed}.csv"
+    group = PEER if peer else "" if is_experiment(name, root) else VARIANTS
+    return root / "examples" / "results" / group / name / f"seed_{seed}.csv"
 
 
 def read_logs(name: str, root: Path = PROJECT, peer: bool = False) -> list[RunLog]:
-    """Read the logs of all seeds of an experiment in the order of the seeds, or an empty list without logs."""
+    """Read the logs of an experiment or a variant in the order of the seeds, or an empty list without logs."""
     folder = log_path(name, 0, root, peer).parent
     paths = sorted(folder.glob("seed_*.csv"), key=lambda path: int(path.stem.removeprefix("seed_")))
     config = config_digest(name, root) if paths else ""
     return [RunLog.read(path, config) for path in paths]
 
 
+def is_experiment(name: str, root: Path = PROJECT) -> bool:
+    """Return whether an experiment has this name."""
+    return (root / "conf" / "experiment" / f"{name}.yaml").is_file()
+
+
+def arguments_of(name: str, root: Path = PROJECT) -> list[str]:
+    """Return the arguments of the training command; raise ResultsError if neither experiment nor variant exists."""
+    if is_experiment(name, root):
+        return [f"experiment={name}"]
+    file = root / "examples" / "results" / f"{VARIANTS}.yaml"
+    runs: dict[str, list[str]] = yaml.safe_load(file.read_text())["runs"] if file.is_file() else {}
+    if name not in runs:
+        raise ResultsError(f"NAME must be an experiment of {root / 'conf' / 'experiment'} or of {file}, got {name}.")
+    return runs[name]
+
+
 def composed(name: str, root: Path = PROJECT) -> DictConfig:
-    """Compose the config of an experiment like the command; raise ResultsError if the experiment does not exist."""
-    conf = root / "conf"
-    if not (conf / "experiment" / f"{name}.yaml").is_file():
-        raise ResultsError(f"NAME must be an experiment of {conf / 'experiment'}, got {name}.")
-    with only_our_schemas(), initialize_config_dir(str(conf), version_base="1.3"):
-        return compose("train", [f"experiment={name}"])
+    """Compose the config of an experiment or a variant like the command; raise ResultsError if it does not exist."""
+    arguments = arguments_of(name, root)
+    with only_our_schemas(), initialize_config_dir(str(root / "conf"), version_base="1.3"):
+        return compose("train", arguments)
 
 
 def config_digest(name: str, root: Path = PROJECT) -> str:
-    """Return a digest of the composed config of an experiment and of its demonstrations.
+    """Return a digest of the composed config of an experiment or a variant, and of its demonstrations.
 
     Seed and paths are left out, because they differ between runs and machines. Comments and the order of the keys do
     not count.
     """
-    files = sorted(path for path in (root / "conf").rglob("*") if path.is_file())
-    return _config_digest(name, root, tuple((path, path.stat().st_mtime_ns, path.stat().st_size) for path in files))
+    paths = [*(root / "conf").rglob("*"), root / "examples" / "results" / f"{VARIANTS}.yaml"]
+    stats = [(path, path.stat()) for path in sorted(paths) if path.is_file()]
+    return _config_digest(name, root, tuple((path, stat.st_mtime_ns, stat.st_size) for path, stat in stats))
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import astuple, fields, replace
 from pathlib import Path
 
 import pytest
@@ -12,15 +12,29 @@ import yaml
 
 from benchmarks import earlier_logs, results
 from benchmarks.earlier_logs import RESULTS, Row, read, settings_of
-from benchmarks.results import GUIDE, difference, earlier_table, picture, rows_of, with_success, written
-from benchmarks.run_logs import PEER, PROJECT, Evaluation, ResultsError, RunLog, Score, config_digest, log_path
+from benchmarks.results import GUIDE, difference, earlier_table, picture, rows_of, written
+from benchmarks.run_logs import (
+    PEER,
+    PROJECT,
+    VARIANTS,
+    Evaluation,
+    ResultsError,
+    RunLog,
+    Score,
+    config_digest,
+    log_path,
+)
+from benchmarks.tables import with_success
 
 NAME = "ppod_minigrid_keycorridor"
 ROWS = [Row(0, 100, -1.5, 0.25, 0), Row(0, 200, 3.0, 0.5, 100, 1.25)]
 
 
 def write(name: str, rows: list[Row], folder: Path, settings: str | None = None) -> None:
-    earlier_logs.write(name, rows, folder, settings or settings_of(name))
+    """Write a log of the earlier format."""
+    cells = [["" if value is None else value for value in astuple(row)] for row in rows]
+    lines = [f"# version 1, settings {settings or settings_of(name)}", ",".join(field.name for field in fields(Row))]
+    (folder / f"{name}.csv").write_text("\n".join([*lines, *(",".join(map(str, row)) for row in cells)]) + "\n")
 
 
 def write_log(name: str, seed: int, score: float, root: Path, peer: bool = False, success: float | None = None) -> None:
@@ -40,7 +54,8 @@ def root(tmp_path: Path) -> Path:
     shutil.copytree(PROJECT / "conf", tmp_path / "conf")
     shutil.copytree(RESULTS, tmp_path / "examples" / "results", ignore=shutil.ignore_patterns("seed_*.csv"))
     (tmp_path / "examples" / "guide").mkdir()
-    for page in (GUIDE.name, *results.IN_GUIDE):
+    shutil.copytree(RESULTS / VARIANTS, tmp_path / "examples" / "results" / VARIANTS, dirs_exist_ok=True)
+    for page in (GUIDE.name, "environments.md", *results.IN_GUIDE):
         shutil.copy(GUIDE.with_name(page), tmp_path / "examples" / "guide")
     shutil.copy(PROJECT / "README.md", tmp_path)
     for path, text in written(tmp_path).items():
@@ -156,18 +171,6 @@ def test_earlier_log_is_read_as_long_as_the_settings_are_the_same(tmp_path, monk
     path.write_text(path.read_text().replace("version 1", "version 2"))
     with pytest.raises(ResultsError, match="must begin with '# version 1', got '# version 2"):
         read(path)
-
-
-def test_other_seeds_stay_in_the_same_settings(tmp_path):
-    path, seeds = tmp_path / f"{NAME}.csv", [[replace(row, seed=seed) for row in ROWS] for seed in (0, 1, 2)]
-    for rows in (seeds[0] + seeds[2], seeds[1]):
-        write(NAME, rows, tmp_path)
-    assert read(path) == [*seeds[0], *seeds[1], *seeds[2]]
-    again = [replace(row, score=9.0) for row in seeds[2]]
-    write(NAME, again, tmp_path)
-    assert read(path) == seeds[0] + seeds[1] + again
-    write(NAME, seeds[0], tmp_path, settings="0123456789ab")  # the stored rows have other settings
-    assert read(path, "0123456789ab") == seeds[0]
 
 
 def test_earlier_peer_has_a_cell_as_long_as_the_settings_are_the_same(tmp_path):
