@@ -46,7 +46,7 @@ from benchmarks.tables import (
     with_success,
     with_table,
 )
-from benchmarks.variants import descriptions, frames, mask_table, replay_table, variant
+from benchmarks.variants import command_line, descriptions, frames, mask_table, replay_table
 from torchrl_lightning.plotting.style import STAR, add_legend, axis_label, saved_panels
 
 if TYPE_CHECKING:
@@ -140,7 +140,8 @@ def experiments_table(names: Iterable[str], root: Path = PROJECT) -> str:
         cells = [f"earlier: {earlier}" if earlier else "", "", "", ""]
         if logs:
             cells = [score(logs), seeds_of(logs), frames(name, root), duration(logs)]
-        rows.append([f"`{variant(name, root)}`", entries[name]["description"], *cells])
+        shown = name if run_logs.is_experiment(name, root) else command_line(name, root)
+        rows.append([f"`{shown}`", entries[name]["description"], *cells])
     return markdown(heads, rows)
 
 

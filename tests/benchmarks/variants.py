@@ -39,10 +39,9 @@ def read_variant(name: str, root: Path = PROJECT) -> list[RunLog]:
     return logs
 
 
-def variant(name: str, root: Path = PROJECT) -> str:
+def command_line(name: str, root: Path = PROJECT) -> str:
     """Return the arguments of the training command for an experiment or a variant."""
-    first, *rest = arguments_of(name, root)
-    return " ".join((first.removeprefix("experiment="), *rest))
+    return " ".join(arguments_of(name, root))
 
 
 def scores(logs: Sequence[RunLog]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -75,5 +74,5 @@ def mask_table(root: Path = PROJECT) -> str:
     for name in MASKED:
         both = (read_variant(key, root) for key in (name, f"{name}_unmasked"))
         cells = [spread([log.last.mean for log in logs]) for logs in both]
-        rows.append((f"`experiment={variant(name, root)}`", frames(name, root), *cells))
+        rows.append((f"`{command_line(name, root)}`", frames(name, root), *cells))
     return markdown(("command", "frames", "with the mask", "without the mask"), rows)

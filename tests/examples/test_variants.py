@@ -69,8 +69,8 @@ def test_variant_without_logs_or_without_arguments_raises(root):
 def test_command_of_a_variant_has_its_arguments(root):
     (log, *_) = read_variant("dqn_taxi", root)
     assert log.command == "torchrl-lightning-train experiment=dqn_cartpole env=taxi seed=0"
-    assert variants.variant("dqn_taxi", root) == "dqn_cartpole env=taxi"
-    assert variants.variant("dqn_cartpole", root) == "dqn_cartpole"
+    assert variants.command_line("dqn_taxi", root) == "experiment=dqn_cartpole env=taxi"
+    assert variants.command_line("dqn_cartpole", root) == "experiment=dqn_cartpole"
 
 
 def test_seed_has_its_mean_over_training_and_its_last_score():
