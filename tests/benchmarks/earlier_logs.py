@@ -58,8 +58,8 @@ def settings_of(name: str) -> str:
     return digest.hexdigest()[:12]
 
 
-def read(path: Path, settings: str | None = None, script: str = "results.py") -> list[Row]:
-    """Read the results of an experiment with the digest ``settings``; ``script`` repeats the run.
+def read(path: Path, script: str = "results.py") -> list[Row]:
+    """Read the results of an experiment; ``script`` repeats the run.
 
     Raises:
         ResultsError: The file has another version or other settings.
@@ -69,7 +69,7 @@ def read(path: Path, settings: str | None = None, script: str = "results.py") ->
     match = re.fullmatch(r"# version (\d+), settings (\w+)", head)
     if match is None or int(match[1]) != VERSION:
         raise ResultsError(f"{path} must begin with '# version {VERSION}', got {head!r}. {remedy}")
-    present = settings_of(path.stem) if settings is None else settings
+    present = settings_of(path.stem)
     if match[2] != present:
         raise ResultsError(f"settings of {path} must be {present}, got {match[2]}. {remedy}")
     rows = csv.DictReader(lines)

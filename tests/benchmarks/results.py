@@ -31,10 +31,11 @@ import numpy as np
 import yaml
 
 from benchmarks import run_logs
-from benchmarks.earlier_logs import EPISODES, Row, read, settings_of, to_row
+from benchmarks.earlier_logs import EPISODES, Row, read, to_row
 from benchmarks.run_logs import PEER, PROJECT, Evaluation, ResultsError, log_path, read_logs
 from benchmarks.tables import (
     duration,
+    frames,
     markdown,
     middle_half,
     minutes,
@@ -46,7 +47,7 @@ from benchmarks.tables import (
     with_success,
     with_table,
 )
-from benchmarks.variants import command_line, descriptions, frames, mask_table, replay_table
+from benchmarks.variants import descriptions, mask_table, replay_table
 from torchrl_lightning.plotting.style import STAR, add_legend, axis_label, saved_panels
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def rows_of(name: str, root: Path = PROJECT, peer: bool = False) -> list[Row]:
     path = root / "examples" / "results" / (PEER if peer else "") / f"{name}.csv"
     if rows or not path.is_file():
         return rows
-    return read(path, settings_of(name), "zoo.py" if peer else "results.py")
+    return read(path, "zoo.py" if peer else "results.py")
 
 
 def ends_of(name: str, root: Path = PROJECT, peer: bool = False) -> list[Row]:
@@ -140,8 +141,8 @@ def experiments_table(names: Iterable[str], root: Path = PROJECT) -> str:
         cells = [f"earlier: {earlier}" if earlier else "", "", "", ""]
         if logs:
             cells = [score(logs), seeds_of(logs), frames(name, root), duration(logs)]
-        shown = name if run_logs.is_experiment(name, root) else command_line(name, root)
-        rows.append([f"`{shown}`", entries[name]["description"], *cells])
+        label = name if run_logs.is_experiment(name, root) else " ".join(run_logs.arguments_of(name, root))
+        rows.append([f"`{label}`", entries[name]["description"], *cells])
     return markdown(heads, rows)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 
 from benchmarks.earlier_logs import Row
-from benchmarks.run_logs import RunLog
+from benchmarks.run_logs import PROJECT, RunLog, composed
 from torchrl_lightning.cli.plot import bootstrap_interval
 
 
@@ -45,6 +47,12 @@ def duration(logs: Sequence[RunLog]) -> str:
     """Return the mean processor time of a seed."""
     mean = float(np.mean([log.minutes for log in logs]))
     return f"{60 * mean:.0f} s" if mean < 2 else f"{mean:.3g} min"
+
+
+@cache
+def frames(name: str, root: Path = PROJECT) -> str:
+    """Return ``data.total_frames``; with demonstrations, the last rollout of a run may exceed it."""
+    return f"{composed(name, root).data.total_frames:,}"
 
 
 def seeds_of(logs: Sequence[RunLog]) -> str:

@@ -10,10 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import variants
 from benchmarks.results import GUIDE, experiments_table, written
-from benchmarks.run_logs import PROJECT, VARIANTS, Evaluation, ResultsError, RunLog, Score, config_digest, log_path
-from benchmarks.variants import MASKED, listed, mask_table, read_variant, replay_table, scores
+from benchmarks.run_logs import (
+    PROJECT,
+    VARIANTS,
+    Evaluation,
+    ResultsError,
+    RunLog,
+    Score,
+    arguments_of,
+    config_digest,
+    log_path,
+)
+from benchmarks.variants import mask_table, read_entry, read_variant, replay_table, scores
 
 RESULTS = PROJECT / "examples" / "results"
 NAME = "cartpole_uniform"
@@ -29,11 +38,11 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_each_listed_variant_has_logs_and_a_table_with_it():
-    compared = {name for pairs in listed("replay").values() for pair in pairs.values() for name in pair}
-    masked = {*MASKED, *(f"{name}_unmasked" for name in MASKED)}
-    assert compared | masked | {*listed("descriptions")} == {*listed("runs")}
-    assert {*listed("runs")} == {path.name for path in (RESULTS / VARIANTS).iterdir()}
-    assert all(len(read_variant(name)) >= 3 for name in listed("runs"))
+    compared = {name for pairs in read_entry("replay").values() for pair in pairs.values() for name in pair}
+    masked = {name for pair in read_entry("masks").values() for name in pair}
+    assert compared | masked | {*read_entry("descriptions")} == {*read_entry("runs")}
+    assert {*read_entry("runs")} == {path.name for path in (RESULTS / VARIANTS).iterdir()}
+    assert all(len(read_variant(name)) >= 3 for name in read_entry("runs"))
 
 
 def test_pages_have_the_tables_of_the_variants():
@@ -43,8 +52,8 @@ def test_pages_have_the_tables_of_the_variants():
     assert experiments_table(["ddpg_her_fetchreach_without"]).splitlines()[-1] in pages[GUIDE.with_name("hindsight.md")]
 
 
-@pytest.mark.parametrize("change", ["arguments", "group", "log"])
-def test_log_of_other_settings_raises_with_the_remedy(change, root):
+@pytest.mark.parametrize(("change", "name"), [("arguments", NAME), ("group", "cartpole_prioritized"), ("log", NAME)])
+def test_log_of_other_settings_raises_with_the_remedy(change, name, root):
     assert replay_table(root) == replay_table()
     listing, group = root / "examples" / "results" / f"{VARIANTS}.yaml", root / "conf" / "env" / "cartpole.yaml"
     log = log_path(NAME, 0, root)
@@ -54,7 +63,7 @@ def test_log_of_other_settings_raises_with_the_remedy(change, root):
         group.write_text(re.sub(r"num_envs: \d+", "num_envs: 3", group.read_text()))
     else:
         log.write_text(log.read_text().replace("# threads: 1", "# threads: 2"))
-    with pytest.raises(ResultsError, match=r"must be .*got .*results\.py run cartpole_\w+ --seeds 0"):
+    with pytest.raises(ResultsError, match=rf"must be .*got .*results\.py run {name} --seeds 0"):
         replay_table(root)
 
 
@@ -69,8 +78,8 @@ def test_variant_without_logs_or_without_arguments_raises(root):
 def test_command_of_a_variant_has_its_arguments(root):
     (log, *_) = read_variant("dqn_taxi", root)
     assert log.command == "torchrl-lightning-train experiment=dqn_cartpole env=taxi seed=0"
-    assert variants.command_line("dqn_taxi", root) == "experiment=dqn_cartpole env=taxi"
-    assert variants.command_line("dqn_cartpole", root) == "experiment=dqn_cartpole"
+    assert arguments_of("dqn_taxi", root) == ["experiment=dqn_cartpole", "env=taxi"]
+    assert arguments_of("dqn_cartpole", root) == ["experiment=dqn_cartpole"]
 
 
 def test_seed_has_its_mean_over_training_and_its_last_score():
