@@ -36,13 +36,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One task: its lines, the column of the logs, and constant levels for comparison."""
+    """One task: its lines, and the column of the logs."""
 
     title: str
     lines: tuple[Line, ...]
     column: Literal["score", "success"] = "score"
     label: str = axis_label("eval/return")
-    levels: tuple[tuple[str, float], ...] = ()
     is_logarithmic: bool = False
 
 
@@ -50,8 +49,8 @@ def _each(*names: str) -> tuple[Panel, ...]:
     return tuple(Panel(name, (Line(name),)) for name in names)
 
 
-def _demonstrations(title: str, name: str, *levels: tuple[str, float]) -> Panel:
-    return Panel(title, (Line(name, "PPO with demonstrations"),), label=axis_label("eval/success"), levels=levels)
+def _demonstrations(title: str, name: str, *others: Line) -> Panel:
+    return Panel(title, (Line(name, "PPO with demonstrations"), *others), label=axis_label("eval/success"))
 
 
 def _hindsight(title: str, name: str, *others: Line) -> Panel:
@@ -62,8 +61,7 @@ def _models(title: str, **names: str) -> Panel:
     return Panel(title, tuple(Line(name, label.upper()) for label, name in names.items()), is_logarithmic=True)
 
 
-# The levels are in examples/results/NOTES.md and published.yaml.
-WITHOUT, PUBLISHED, CLONED = "PPO without demonstrations, at the end", "PPO, published, 10M frames", "behaviour cloning"
+WITHOUT = "PPO without demonstrations"
 CURVES: dict[str, tuple[Panel, ...]] = {
     "ppo_cartpole.png": _each("ppo_cartpole"),
     "learning_curves.png": _each(
@@ -75,10 +73,14 @@ CURVES: dict[str, tuple[Panel, ...]] = {
         *("sac_pendulum", "sac_invertedpendulum", "sac_hopper"),
     ),
     "demonstrations.png": (
-        _demonstrations("KeyCorridorS3R2", "ppod_minigrid_keycorridor", (WITHOUT, 0.0), (CLONED, 0.107)),
-        _demonstrations("UnlockPickup", "ppod_minigrid_unlockpickup", (WITHOUT, 0.0), (CLONED, 0.0)),
-        _demonstrations("MultiRoom-N4-S5", "ppod_minigrid_multiroom", (PUBLISHED, 0.0)),
-        _demonstrations("LockedRoom", "ppod_minigrid_lockedroom", (PUBLISHED, 0.0)),
+        _demonstrations(
+            *("KeyCorridorS3R2", "ppod_minigrid_keycorridor"), Line("ppod_minigrid_keycorridor_without", WITHOUT)
+        ),
+        _demonstrations(
+            *("UnlockPickup", "ppod_minigrid_unlockpickup"), Line("ppod_minigrid_unlockpickup_without", WITHOUT)
+        ),
+        _demonstrations("MultiRoom-N4-S5", "ppod_minigrid_multiroom"),
+        _demonstrations("LockedRoom", "ppod_minigrid_lockedroom"),
         _demonstrations("ObstructedMaze", "ppod_minigrid_obstructedmaze"),
         _demonstrations("KeyCorridorS3R3", "ppod_minigrid_keycorridor_s3r3"),
     ),
@@ -113,18 +115,11 @@ class Curves:
         from matplotlib.ticker import EngFormatter, NullFormatter
 
         labels = list(dict.fromkeys(line.label for panel in self.panels for line in panel.lines))
-        levels = list(dict.fromkeys(label for panel in self.panels for label, _ in panel.levels))
         styles = {label: line_style(number) for number, label in enumerate(labels)}
-        gray = {
-            label: {"color": "0.35", "linestyle": style}
-            for label, style in zip(levels, (":", "-.", "--"), strict=False)
-        }
         size = (5.4, 3.4) if len(self.panels) == 1 else (3.6, 2.6)
         with saved_panels(output, len(self.panels), size, columns=2) as (figure, grid):
             for axes, panel in zip(grid, self.panels, strict=True):
                 counts = {_draw_line(axes, line.rows(), panel.column, styles[line.label]) for line in panel.lines}
-                for label, value in panel.levels:
-                    axes.axhline(value, linewidth=1.2, **gray[label])
                 axes.set_title(f"{panel.title} ({_seeds(counts)})", fontsize="medium")
                 axes.set(xlabel=axis_label("step"), ylabel=panel.label)
                 if panel.is_logarithmic:
@@ -136,7 +131,7 @@ class Curves:
             entries[f"line: {name and name + ', '}mean of the seeds"] = {"color": color}
             entries["band: lowest to highest seed"] = {"band": color}
             entries["star: mean of the seeds after training"] = {"color": color, **STAR}
-            add_legend(figure, entries | gray)
+            add_legend(figure, entries)
 
 
 def _seeds(counts: set[int]) -> str:

@@ -1,4 +1,4 @@
-"""Logs of earlier versions of the code: one file for all seeds.
+"""Logs of earlier versions of the code: one file per experiment with all its seeds.
 
 The digest of these logs covers the YAML of the experiment and its demonstrations, but not the groups of the config.
 ``run_logs.py`` has the present format.

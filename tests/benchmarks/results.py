@@ -9,7 +9,7 @@ plays 100 unseen episodes with the last and the best checkpoint of each seed, an
 ``--check`` trains again, and compares with the stored logs instead of replacing them; it exits with 1 if a run differs.
 
 ``table`` writes the scores of all logs into the README, the heads of ``conf/experiment/*.yaml`` and the pages of the
-guide with tables of scores, and ``redraw.py scores.png`` draws the figure of the guide.
+guide with tables of scores. Afterwards, ``redraw.py scores.png`` draws the figure of the guide.
 ``examples/results/experiments.yaml`` contains the descriptions of the experiments and the scores of earlier runs,
 ``published.yaml`` contains published scores. ``zoo.py`` trains with Stable-Baselines3 at the same settings.
 """
@@ -65,9 +65,10 @@ IN_GUIDE = {
         *("sac_pendulum", "sac_invertedpendulum", "sac_hopper"),
     ),
     "demonstrations.md": (
-        *("ppod_minigrid_keycorridor", "ppod_minigrid_unlockpickup", "ppod_minigrid_keycorridor_s3r3"),
-        *("ppod_minigrid_obstructedmaze", "ppod_minigrid_multiroom", "ppod_minigrid_lockedroom"),
-        *("ppod_mountaincar", "dqfd_mountaincar", "rlpd_pendulum", "sac_her_fetchpickandplace"),
+        *("ppod_minigrid_keycorridor", "ppod_minigrid_keycorridor_without", "ppod_minigrid_unlockpickup"),
+        *("ppod_minigrid_unlockpickup_without", "ppod_minigrid_keycorridor_s3r3", "ppod_minigrid_obstructedmaze"),
+        *("ppod_minigrid_multiroom", "ppod_minigrid_lockedroom", "ppod_mountaincar", "ppod_mountaincar_without"),
+        *("dqfd_mountaincar", "rlpd_pendulum", "sac_her_fetchpickandplace"),
     ),
     "hindsight.md": (
         "ddpg_her_fetchreach",
@@ -211,7 +212,7 @@ def earlier_table(root: Path = PROJECT) -> str:
         scores = [row.score for row in ends]
         summary = spread(scores)
         if len(scores) >= 5:
-            summary += f"; middle half {middle_half(scores)}"
+            summary += f"; interquartile {middle_half(scores)}"
         of = f"{len(peers)} seeds" if len(peers) > 1 else "1 seed"
         peer = f"{spread([row.score for row in peers])} ({of}, {minutes(peers)} minutes)" if peers else ""
         most, seeds = max(row.frames for row in ends), ", ".join(str(row.seed) for row in ends)

@@ -1,9 +1,9 @@
 """The log of one run: train an experiment with one seed, store the run in a file, and repeat it.
 
 A log is ``examples/results/NAME/seed_S.csv``. Its head has lines ``# key: value`` with the command, the config, the
-code, the machine and the scores. The curve follows: a row for each evaluation in training. The digest of the config
-covers all groups that Hydra composes for the experiment, and its files of demonstrations. The checksum covers all other
-lines, so that a change by hand is found.
+code, the machine and the scores. The curve follows: a row for each evaluation in training. The key ``config`` has a
+digest of all groups that Hydra composes for the experiment, and of its files of demonstrations. The key ``checksum``
+covers all other lines, so that a change by hand is found.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Tables of runs with other settings than an experiment: settings of a replay, and action masks.
+"""Runs that change settings of an experiment: of its replay, or without action mask, hindsight or demonstrations.
 
-``examples/results/variants.yaml`` lists their arguments. ``results.py`` records the runs and writes the tables.
+``examples/results/variants.yaml`` lists their arguments. ``results.py`` records the runs and writes their tables.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def scores(logs: Sequence[RunLog]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any
 
 def replay_table(root: Path = PROJECT) -> str:
     """Return the table of all comparisons of replay settings."""
-    heads = ("task", "setting", "frames", "over training", "without", "last checkpoint", "without")
+    heads = (
+        *("task", "first against second", "frames", "over training, first", "over training, second"),
+        *("last checkpoint, first", "last checkpoint, second"),
+    )
     rows = []
     for setting, pairs in read_entry("replay", root).items():
         for task, names in pairs.items():

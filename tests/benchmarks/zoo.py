@@ -3,8 +3,8 @@
     python tests/benchmarks/zoo.py run NAME [--seeds 0 1 2 3 4]
 
 ``run`` trains ``experiment=NAME`` with Stable-Baselines3 for the same number of frames. The last model of each seed
-plays the 100 unseen episodes that ``torchrl-lightning-evaluate`` plays: the same environments with the same seeds. Only
-if an environment draws random numbers within an episode, its later episodes may begin in other states.
+plays the 100 unseen episodes that ``torchrl-lightning-evaluate`` plays. They begin in the same states, unless the
+environment draws random numbers within an episode. The settings are ours, not those of Stable-Baselines3's zoo.
 
 The runs are in ``examples/results/stable_baselines3/NAME``, in the format of ``run_logs.py``, without a curve.
 ``results.py table`` compares them with ours. The settings come from the experiment. Settings without a counterpart in
