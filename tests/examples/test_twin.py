@@ -15,9 +15,12 @@ import torch
 from gymnasium import Env
 from gymnasium.spaces import Box
 from stable_baselines3 import PPO, SAC
+from stable_baselines3.common import policies
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.type_aliases import ReplayBufferSamples
+from stable_baselines3.sac import sac
 from torch import Tensor, nn
+from torch.distributions import normal
 from torch.testing import assert_close
 from torchrl.data import Bounded
 
@@ -29,6 +32,7 @@ from kit.specs import specs_of
 from kit.store import composed_run
 from kit.transitions import transitions
 from torchrl_lightning.agents import MLPNetwork, SACModule
+from torchrl_lightning.agents.analytic.optimization import FusedAdam
 from torchrl_lightning.agents.transitions import read_transitions
 
 
@@ -146,48 +150,68 @@ def _critics(critic: Any, of: Callable[[Tensor], Tensor]) -> list[Tensor]:
     return [*weights, *(torch.stack([of(layer.bias)[None] for layer in layers]) for layers in same)]
 
 
-def test_sac_has_their_gradients(monkeypatch):
-    """Compare gradients from the same weights, transitions and noise."""
+def test_sac_makes_their_updates(monkeypatch):
+    """Compare the learners after updates with the same weights, transitions and noise, in float64.
+
+    Three details of theirs are changed: they add 1e-6 within the logarithm of a tanh's derivative, halve the critics'
+    losses, which matters only beside the epsilon of Adam, and update the critics before the actor's loss.
+    """
     torch.manual_seed(0)
     specs = specs_of(Bounded(-torch.ones(2), torch.ones(2)))
-    ours = SACModule(MLPNetwork([8], "relu"), alpha=0.3).build(specs)
-    their = SAC("MlpPolicy", _Nowhere(), 0.0, gamma=0.9, ent_coef="auto_0.3", policy_kwargs={"net_arch": [8]})
-    with torch.no_grad():
-        for each in their.critic_target.parameters():
-            each += 0.1 * torch.randn_like(each)
-        for own, values in (
-            (ours.actor_network, _actor(their.actor, Tensor.clone)),
-            (ours.critics, _critics(their.critic, Tensor.clone)),
-            (ours.targets.critics, _critics(their.critic_target, Tensor.clone)),
-        ):
-            for each, value in zip(own.parameters(), values, strict=True):
-                each.copy_(value)
-    batch, (now, after) = transitions(specs, 32), torch.randn(2, 32, 2)
-
-    drawn = iter([after, now])
-    monkeypatch.setattr(torch, "randn_like", lambda _: next(drawn))
-    terms, _ = ours.losses(read_transitions(batch, ["observation"], 0.9))
-    torch.stack([value for name, value in terms.items() if name.startswith("loss_")]).sum().backward()
-
-    drawn, found = iter([now, after]), {}
-    monkeypatch.setattr("torch.distributions.normal._standard_normal", lambda *_, **__: next(drawn))
-
-    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        found.update({each: each.grad.clone() for group in optimizer.param_groups for each in group["params"]})
-
-    for optimizer in (their.actor.optimizer, their.critic.optimizer, their.ent_coef_optimizer):
-        optimizer.register_step_pre_hook(look)
-    ends = batch["next"]
-    rows = ReplayBufferSamples(
-        batch["observation"], batch["action"], ends["observation"], ends["terminated"].float(), ends["reward"], None
-    )
-    their.replay_buffer = SimpleNamespace(sample=lambda *_, **__: rows)
+    ours = SACModule(MLPNetwork([8], "relu"), alpha=0.3).build(specs).double()
+    their = SAC("MlpPolicy", _Nowhere(), 1e-3, gamma=0.9, ent_coef="auto_0.3", policy_kwargs={"net_arch": [8]})
+    their.policy.double()
+    their.log_ent_coef.data = their.log_ent_coef.data.double()
+    monkeypatch.setattr(policies, "preprocess_obs", lambda observation, *_, **__: observation)  # it converts to float32
+    their.actor.action_dist.epsilon = 0.0
     their.set_logger(Logger(None, []))
-    their.train(1)
-    gradient = found.__getitem__
-    # They halve the critics' losses, which does not change Adam's updates.
-    critics = [2.0 * value for value in _critics(their.critic, gradient)]
-    for own, values in ((ours.actor_network, _actor(their.actor, gradient)), (ours.critics, critics)):
-        for each, value in zip(own.parameters(), values, strict=True):
-            assert_close(each.grad, value, rtol=1e-4, atol=1e-5)
-    assert_close(ours.log_alpha.grad, found[their.log_ent_coef][0], rtol=1e-4, atol=1e-5)
+    step_critics, gradients = their.critic.optimizer.step, {}
+    polyak_update = sac.polyak_update
+    monkeypatch.setattr(sac, "polyak_update", lambda *_: None)
+
+    def postpone() -> None:
+        gradients.update({each: 2.0 * each.grad for each in their.critic.parameters()})
+
+    monkeypatch.setattr(their.critic.optimizer, "step", postpone)
+
+    pairs = [
+        (ours.actor_network, lambda: _actor(their.actor, Tensor.clone)),
+        (ours.critics, lambda: _critics(their.critic, Tensor.clone)),
+        (ours.targets.critics, lambda: _critics(their.critic_target, Tensor.clone)),
+    ]
+    with torch.no_grad():
+        for own, values in pairs:
+            for each, value in zip(own.parameters(), values(), strict=True):
+                each.copy_(value)
+    lists = [list(ours.actor_network.parameters()), list(ours.critics.parameters()), [ours.log_alpha]]
+    optimizers = [FusedAdam(parameters, lr=1e-3) for parameters in lists]
+
+    for _ in range(50):
+        batch = transitions(specs, 32).apply(lambda entry: entry.double() if entry.is_floating_point() else entry)
+        now, after = torch.randn(2, 32, 2, dtype=torch.float64)
+        drawn = iter([after, now])
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "randn_like", lambda _, drawn=drawn: next(drawn))
+            terms, _ = ours.losses(read_transitions(batch, ["observation"], 0.9))
+        ours.zero_grad()
+        torch.stack([value for name, value in terms.items() if name.startswith("loss_")]).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        ours.targets.soft_update(0.005)
+
+        ends, drawn = batch["next"], iter([now, after])
+        columns = batch["observation"], batch["action"], ends["observation"], ends["terminated"].double()
+        rows = ReplayBufferSamples(*columns, ends["reward"], None)
+        their.replay_buffer = SimpleNamespace(sample=lambda *_, rows=rows, **__: rows)
+        with monkeypatch.context() as patch:
+            patch.setattr(normal, "_standard_normal", lambda *_, drawn=drawn, **__: next(drawn))
+            their.train(1)
+        for each, value in gradients.items():
+            each.grad = value
+        step_critics()
+        polyak_update(their.critic.parameters(), their.critic_target.parameters(), 0.005)
+
+    for own, values in pairs:
+        for each, value in zip(own.parameters(), values(), strict=True):
+            assert_close(each, value, rtol=1e-9, atol=1e-12)
+    assert_close(ours.log_alpha, their.log_ent_coef[0], rtol=1e-9, atol=1e-12)

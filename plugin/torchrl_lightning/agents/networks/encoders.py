@@ -296,8 +296,10 @@ class MLPNetwork(Network, ConfigSafe):
         activation: Name of the activation: elu, gelu, leaky_relu, relu, silu or tanh.
         shared: Whether actor and critic share the hidden layers.
         head_sizes: Width of the layers between features and outputs; actor and critic do not share them.
-        initialization: Initial weights. ``"orthogonal"`` uses gain sqrt(2) and zero biases. ``"uniform"`` is PyTorch's
-            default: it draws weights and biases within 1 / sqrt(inputs), so that initial values are closer to zero.
+        initialization: Initial weights of hidden layers. ``"orthogonal"`` uses gain sqrt(2) and zero biases.
+            ``"uniform"`` is PyTorch's default: it draws weights and biases within 1 / sqrt(inputs), so that initial
+            values are closer to zero. The last layer is always orthogonal, with a gain of 0.01 for actions and 1 for
+            values.
         layer_norm: Normalise the output of each hidden layer before its activation (Ba et al., 2016), without scale and
             shift. This reduces the critics' overestimation of actions outside the data (Ball et al., 2023).
 
