@@ -37,8 +37,8 @@ def test_picture_is_outdated_after_a_change_of_its_data_or_settings(tmp_path):
     assert outdated(tmp_path, pictures) == ["none.png"]
     page.write_text(page.read_text().replace("Compare the cost", "Read the cost"))  # no number of the table
     assert outdated(tmp_path, pictures) == ["none.png"]
-    log = logs / "ppo_hopper.csv"
-    log.write_text(log.read_text() + "9,32768,80,1,0,,\n")
+    log = logs / "ppo_cartpole" / "seed_0.csv"
+    log.write_text(log.read_text() + "98304,80,1,\n")
     assert outdated(tmp_path, pictures) == ["scores.png", "none.png"]
     page.write_text(
         re.sub(r"\| (\d+\.\d+) \(", lambda found: f"| {float(found[1]) + 0.01:.2f} (", page.read_text(), count=1)
