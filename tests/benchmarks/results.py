@@ -196,7 +196,7 @@ def comparison_sentence(root: Path = PROJECT) -> str:
         else:
             others += 1
     link = "[Stable-Baselines3 with the same settings](examples/guide/experiments.md#comparison-with-stable-baselines3)"
-    ahead, behind = (", ".join(group) or "none" for group in names.values())
+    ahead, behind = (" and ".join(group) or "none" for group in names.values())
     return f"Our mean is ahead of {link} in {ahead}, behind in {behind}, and not clearly different in {others} others."
 
 
