@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from benchmarks.earlier_logs import RESULTS, Row
-from benchmarks.results import rows_of
-from benchmarks.run_logs import log_path
+from benchmarks.run_logs import Evaluation, RunLog, log_path, read_logs
 from torchrl_lightning.plotting.style import STAR, add_legend, axis_label, line_style, saved_panels
 
 if TYPE_CHECKING:
@@ -26,12 +24,12 @@ class Line:
     label: str = ""
 
     def paths(self) -> list[Path]:
-        """Return the logs of all seeds, or the earlier log."""
-        return sorted(log_path(self.name, 0).parent.glob("*.csv")) or [RESULTS / f"{self.name}.csv"]
+        """Return the files of all seeds."""
+        return sorted(log_path(self.name, 0).parent.glob("seed_*.csv"))
 
-    def rows(self) -> list[Row]:
-        """Return the rows of all seeds; raise ResultsError if the settings of the run have changed since."""
-        return rows_of(self.name)
+    def logs(self) -> list[RunLog]:
+        """Return the logs of all seeds; raise ResultsError if the settings of the run have changed since."""
+        return read_logs(self.name)
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ class Curves:
         size = (5.4, 3.4) if len(self.panels) == 1 else (3.6, 2.6)
         with saved_panels(output, len(self.panels), size, columns=2) as (figure, grid):
             for axes, panel in zip(grid, self.panels, strict=True):
-                counts = {_draw_line(axes, line.rows(), panel.column, styles[line.label]) for line in panel.lines}
+                counts = {_draw_line(axes, line.logs(), panel.column, styles[line.label]) for line in panel.lines}
                 axes.set_title(f"{panel.title} ({_seeds(counts)})", fontsize="medium")
                 axes.set(xlabel=axis_label("step"), ylabel=panel.label)
                 if panel.is_logarithmic:
@@ -140,22 +138,20 @@ def _seeds(counts: set[int]) -> str:
     return f"{number} seed{'s' * (high > 1)}"
 
 
-def _draw_line(axes: Any, rows: Sequence[Row], column: str, style: dict[str, Any]) -> int:
-    """Draw the rows of a run, and return its number of seeds."""
-    ends = [row for row in rows if row.minutes is not None]
-    seeds = sorted({row.seed for row in ends})
-    runs = [[row for row in rows if row.seed == seed and row.minutes is None] for seed in seeds]
-    frames, values = _interpolate(runs, column)
+def _draw_line(axes: Any, logs: Sequence[RunLog], column: str, style: dict[str, Any]) -> int:
+    """Draw the logs of a run, and return their number."""
+    frames, values = _interpolate([log.curve for log in logs], column)
     axes.plot(frames, np.nanmean(values, 0), linewidth=1.8, **style)
-    if len(seeds) > 1:
+    if len(logs) > 1:
         low, high = np.nanmin(values, 0), np.nanmax(values, 0)
         axes.fill_between(frames, low, high, color=style["color"], alpha=0.2, linewidth=0)
-    score = np.mean([getattr(row, column) for row in ends])
-    axes.plot(max(row.frames for row in ends), score, "*", color=style["color"], ms=10, clip_on=False, zorder=3)
-    return len(seeds)
+    ends = [Evaluation(log.frames, *log.last, log.success) for log in logs]
+    score = np.mean([getattr(end, column) for end in ends])
+    axes.plot(max(end.frames for end in ends), score, "*", color=style["color"], ms=10, clip_on=False, zorder=3)
+    return len(logs)
 
 
-def _interpolate(runs: Sequence[Sequence[Row]], column: str) -> tuple[NDArray[Any], NDArray[Any]]:
+def _interpolate(runs: Sequence[Sequence[Evaluation]], column: str) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return the frames ``[P]`` of all runs, and values ``[runs, P]``.
 
     Values are NaN before the first row of a run. After its last row they stay constant, because the seeds of a run end

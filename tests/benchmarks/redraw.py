@@ -26,7 +26,6 @@ from benchmarks import results
 from benchmarks.curve_pictures import CURVES, Curves
 from benchmarks.inspection_pictures import PAGES
 from benchmarks.results import GUIDE, PROJECT, ResultsError
-from benchmarks.run_logs import PEER
 from torchrl_lightning._core.palette import PALETTE
 from torchrl_lightning.plotting.style import add_legend, saved_panels
 
@@ -55,8 +54,7 @@ class Scores:
     def source(self) -> bytes:
         """Return the logs and the published scores."""
         folder = self.root / "examples" / "results"
-        logs = {path for pattern in ("*.csv", f"{PEER}/*.csv", "**/seed_*.csv") for path in folder.glob(pattern)}
-        return b"".join(path.read_bytes() for path in sorted([*logs, folder / "published.yaml"]))
+        return b"".join(path.read_bytes() for path in sorted([*folder.rglob("seed_*.csv"), folder / "published.yaml"]))
 
     def draw(self, output: Path) -> None:
         """Draw a panel for each experiment."""

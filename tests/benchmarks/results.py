@@ -10,8 +10,8 @@ plays 100 unseen episodes with the last and the best checkpoint of each seed, an
 
 ``table`` writes the scores of all logs into the README, the heads of ``conf/experiment/*.yaml`` and the pages of the
 guide with tables of scores. Afterwards, ``redraw.py scores.png`` draws the figure of the guide.
-``examples/results/experiments.yaml`` contains the descriptions of the experiments and the scores of earlier runs,
-``published.yaml`` contains published scores. ``zoo.py`` trains with Stable-Baselines3 at the same settings.
+``examples/results/experiments.yaml`` contains the descriptions of the experiments, and ``published.yaml`` published
+scores. ``zoo.py`` trains with Stable-Baselines3 at the same settings.
 """
 
 from __future__ import annotations
@@ -31,20 +31,16 @@ import numpy as np
 import yaml
 
 from benchmarks import run_logs
-from benchmarks.earlier_logs import EPISODES, Row, read, to_row
-from benchmarks.run_logs import PEER, PROJECT, Evaluation, ResultsError, log_path, read_logs
+from benchmarks.run_logs import EPISODES, PROJECT, ResultsError, log_path, read_logs
 from benchmarks.tables import (
     duration,
     frames,
     markdown,
-    middle_half,
-    minutes,
     numbered,
     score,
     seeds_of,
     short,
     spread,
-    with_success,
     with_table,
 )
 from benchmarks.variants import descriptions, mask_table, replay_table
@@ -105,45 +101,25 @@ def check(name: str, seeds: Iterable[int], root: Path = PROJECT) -> bool:
     return all_agree
 
 
-def rows_of(name: str, root: Path = PROJECT, peer: bool = False) -> list[Row]:
-    """Return the curves and the ends of all logs of an experiment, else the rows of its earlier log, else no rows."""
-    rows: list[Row] = []
-    for log in read_logs(name, root, peer):
-        end = Evaluation(log.frames, *log.last, log.success)
-        rows += [to_row(log.seed, row) for row in log.curve] + [to_row(log.seed, end, EPISODES, log.minutes)]
-    path = root / "examples" / "results" / (PEER if peer else "") / f"{name}.csv"
-    if rows or not path.is_file():
-        return rows
-    return read(path, "zoo.py" if peer else "results.py")
-
-
-def ends_of(name: str, root: Path = PROJECT, peer: bool = False) -> list[Row]:
-    """Return the ends of all runs of an experiment."""
-    return [row for row in rows_of(name, root, peer) if row.minutes is not None]
-
-
 def recorded(root: Path = PROJECT) -> list[str]:
-    """Return the sorted names of all experiments with a log of the present or the earlier format."""
-    results = root / "examples" / "results"
-    return sorted({path.stem for path in results.glob("*.csv")} | {p.parent.name for p in results.glob("*/seed_*.csv")})
+    """Return the sorted names of all experiments with a log."""
+    return sorted({path.parent.name for path in (root / "examples" / "results").glob("*/seed_*.csv")})
 
 
-def described(root: Path = PROJECT) -> dict[str, dict[str, str]]:
-    """Return the description of each experiment, and the scores of its earlier runs if it has any."""
+def described(root: Path = PROJECT) -> dict[str, str]:
+    """Return the description of each experiment."""
     return dict(yaml.safe_load((root / "examples" / "results" / "experiments.yaml").read_text()))
 
 
 def experiments_table(names: Iterable[str], root: Path = PROJECT) -> str:
-    """Return the table of these experiments and variants. One without logs has the scores of earlier runs, if any."""
+    """Return the table of these experiments and variants."""
     heads = ["`experiment=`", "description", "score", "seeds", "frames", "processor time"]
     entries, rows = {**described(root), **descriptions(root)}, []
     for name in names:
-        logs, earlier = read_logs(name, root), entries[name].get("earlier")
-        cells = [f"earlier: {earlier}" if earlier else "", "", "", ""]
-        if logs:
-            cells = [score(logs), seeds_of(logs), frames(name, root), duration(logs)]
+        logs = read_logs(name, root)
+        cells = [score(logs), seeds_of(logs), frames(name, root), duration(logs)]
         label = name if run_logs.is_experiment(name, root) else " ".join(run_logs.arguments_of(name, root))
-        rows.append([f"`{label}`", entries[name]["description"], *cells])
+        rows.append([f"`{label}`", entries[name], *cells])
     return markdown(heads, rows)
 
 
@@ -180,14 +156,12 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str, str
 def comparison_sentence(root: Path = PROJECT) -> str:
     """Return a sentence for the README: in which experiments ours is ahead of and behind Stable-Baselines3.
 
-    It covers the rows of both tables with at least three seeds on each side, thus also those of earlier runs.
+    It covers the rows with at least three seeds on each side.
     """
     names: dict[str, list[str]] = {"ahead": [], "behind": []}
     others = 0
     for name in recorded(root):
-        if read_logs(name, root) and not read_logs(name, root, peer=True):
-            continue  # a peer's earlier log belongs to our earlier log
-        ours, theirs = ([end.score for end in ends_of(name, root, peer)] for peer in (False, True))
+        ours, theirs = ([log.last.mean for log in read_logs(name, root, peer)] for peer in (False, True))
         if min(len(ours), len(theirs)) < 3:
             continue
         word = difference(ours, theirs)[1]
@@ -200,27 +174,6 @@ def comparison_sentence(root: Path = PROJECT) -> str:
     return f"Our mean is ahead of {link} in {ahead}, behind in {behind}, and not clearly different in {others} others."
 
 
-def earlier_table(root: Path = PROJECT) -> str:
-    """Return the table of the logs of earlier versions of the code beside Stable-Baselines3 and published scores."""
-    published = yaml.safe_load((root / "examples" / "results" / "published.yaml").read_text())
-    heads = ("experiment", "seeds", "frames", "minutes", "score of each seed", "mean, deviation")
-    rows = []
-    for name in recorded(root):
-        ends, peers = ends_of(name, root), ends_of(name, root, peer=True)
-        if read_logs(name, root) or not (peers or name in published):
-            continue
-        scores = [row.score for row in ends]
-        summary = spread(scores)
-        if len(scores) >= 5:
-            summary += f"; interquartile {middle_half(scores)}"
-        of = f"{len(peers)} seeds" if len(peers) > 1 else "1 seed"
-        peer = f"{spread([row.score for row in peers])} ({of}, {minutes(peers)} minutes)" if peers else ""
-        most, seeds = max(row.frames for row in ends), ", ".join(str(row.seed) for row in ends)
-        cells = (f"`{name}`", seeds, f"{most:,}", minutes(ends), ", ".join(map(with_success, ends)), summary)
-        rows.append([*cells, peer, published.get(name, "")])
-    return markdown([*heads, "Stable-Baselines3, run here", "published"], rows)
-
-
 def picture(output: Path, root: Path = PROJECT) -> Figure:
     """Draw the curves of all results: one panel per experiment, one line per seed, stars for the ends."""
     from matplotlib.ticker import EngFormatter
@@ -230,16 +183,15 @@ def picture(output: Path, root: Path = PROJECT) -> Figure:
     with saved_panels(output, len(names), (2.7, 1.9), columns=3) as (figure, grid):
         has_peer = has_published = False
         for axes, name in zip(grid, names, strict=True):
-            rows = rows_of(name, root)
-            for seed in sorted({row.seed for row in rows}):
-                points = [(row.frames, row.score) for row in rows if row.seed == seed and row.minutes is None]
+            logs, peers = read_logs(name, root), read_logs(name, root, peer=True)
+            for log in logs:
+                points = [(row.frames, row.score) for row in log.curve]
                 axes.plot(*zip(*points, strict=True), color="C0", alpha=0.7, linewidth=1.2)
-            ends, peer = [row for row in rows if row.minutes is not None], ends_of(name, root, peer=True)
-            for color, stars in (("C0", ends), ("C1", peer)):
+            for color, stars in (("C0", logs), ("C1", peers)):
                 if stars:
-                    at = [row.frames for row in stars], [row.score for row in stars]
+                    at = [log.frames for log in stars], [log.last.mean for log in stars]
                     axes.plot(*at, "*", color=color, clip_on=False, zorder=3)
-            has_peer |= bool(peer)
+            has_peer |= bool(peers)
             level = re.match(r"(?:about )?(-?\d[\d.]*)", published.get(name, ""))
             if level:
                 axes.axhline(float(level[1]), color="C2", linestyle=":")
@@ -266,13 +218,12 @@ def with_comparison(page: str, sentence: str) -> str:
 
 
 def with_score(text: str, name: str, root: Path = PROJECT) -> str:
-    """Return the YAML of an experiment with its score, or the score of earlier runs, in a line of its head."""
-    logs, earlier = read_logs(name, root), described(root)[name].get("earlier", "")
-    line = f"# Earlier runs with seeds from 0: {earlier}.\n" if earlier else ""
+    """Return the YAML of an experiment with its score in a line of its head."""
+    logs, line = read_logs(name, root), "# Score: no log.\n"
     if logs:
         run = f"last.ckpt, {EPISODES} unseen episodes, {numbered(logs)}"
         line = f"# Score ({run}): {score(logs)}; {frames(name, root)} frames, {duration(logs)} each.\n"
-    text = re.sub(r"^# (?:Score \(|Earlier runs ).*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^# Score[: ].*\n", "", text, flags=re.MULTILINE)
     begin = f"# torchrl-lightning-train experiment={name}\n"
     return text.replace(begin, begin + line)
 
@@ -282,7 +233,7 @@ def written(root: Path = PROJECT) -> dict[Path, str]:
     readme, guide = root / "README.md", root / GUIDE.relative_to(PROJECT)
     tables = {"experiments": experiments_table(described(root), root), "comparison": comparison_table(root)}
     page = guide.read_text()
-    for mark, table in {**tables, "earlier": earlier_table(root), "replay": replay_table(root)}.items():
+    for mark, table in {**tables, "replay": replay_table(root)}.items():
         page = with_table(page, table, f"results.py: {mark}")
     masks = guide.with_name("environments.md")
     front = with_comparison(readme.read_text(), comparison_sentence(root))

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.earlier_logs import Row
 from benchmarks.run_logs import PROJECT, RunLog, composed
 from torchrl_lightning.cli.plot import bootstrap_interval
 
@@ -25,11 +24,6 @@ def short(score: float) -> str:
     return f"{score:.4g}" if abs(score) < 10 else f"{score:.0f}"
 
 
-def with_success(end: Row) -> str:
-    """Return the score of a run, followed by its success rate in brackets if it has one."""
-    return short(end.score) if end.success is None else f"{short(end.score)} ({end.success:.2f})"
-
-
 def spread(scores: Sequence[float]) -> str:
     """Return mean and deviation of the scores of all seeds, or the score of a single seed."""
     if len(scores) == 1:
@@ -38,13 +32,10 @@ def spread(scores: Sequence[float]) -> str:
     return f"{np.mean(scores):.4g} +- {deviation:.2g}"
 
 
-def minutes(ends: Sequence[Row]) -> str:
-    """Return the mean training time of a seed in minutes."""
-    return f"{np.mean([row.minutes for row in ends if row.minutes is not None]):.1f}"
-
-
 def duration(logs: Sequence[RunLog]) -> str:
-    """Return the mean processor time of a seed."""
+    """Return the mean processor time of a seed, or an empty text without logs."""
+    if not logs:
+        return ""
     mean = float(np.mean([log.minutes for log in logs]))
     return f"{60 * mean:.0f} s" if mean < 2 else f"{mean:.3g} min"
 
@@ -56,7 +47,7 @@ def frames(name: str, root: Path = PROJECT) -> str:
 
 
 def seeds_of(logs: Sequence[RunLog]) -> str:
-    """Return the seeds, as a range if they are consecutive."""
+    """Return the seeds, as a range if they are consecutive, or an empty text without logs."""
     seeds = [log.seed for log in logs]
     is_range = len(seeds) > 2 and seeds == [*range(seeds[0], seeds[-1] + 1)]
     return f"{seeds[0]} to {seeds[-1]}" if is_range else ", ".join(map(str, seeds))
@@ -68,7 +59,12 @@ def numbered(logs: Sequence[RunLog]) -> str:
 
 
 def score(logs: Sequence[RunLog]) -> str:
-    """Return mean and deviation of the scores of the last checkpoints, and the mean success rate if there is one."""
+    """Return mean and deviation of the scores of the last checkpoints, and the mean success rate if there is one.
+
+    Without logs, the text says so.
+    """
+    if not logs:
+        return "no log"
     rates = [log.success for log in logs if log.success is not None]
     success = f"; success rate {np.mean(rates):.2f}" if rates else ""
     return spread([log.last.mean for log in logs]) + success

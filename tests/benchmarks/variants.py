@@ -22,9 +22,9 @@ def read_entry(key: str, root: Path = PROJECT) -> dict[str, Any]:
     return dict(yaml.safe_load((root / "examples" / "results" / f"{VARIANTS}.yaml").read_text())[key])
 
 
-def descriptions(root: Path = PROJECT) -> dict[str, dict[str, str]]:
+def descriptions(root: Path = PROJECT) -> dict[str, str]:
     """Return the descriptions of the variants that are rows of a table of experiments."""
-    return {name: {"description": text} for name, text in read_entry("descriptions", root).items()}
+    return read_entry("descriptions", root)
 
 
 def read_variant(name: str, root: Path = PROJECT) -> list[RunLog]:

@@ -11,10 +11,9 @@ import pytest
 
 from benchmarks import curve_pictures, redraw
 from benchmarks.curve_pictures import CURVES, Curves, Line, Panel
-from benchmarks.earlier_logs import RESULTS, Row
 from benchmarks.inspection_pictures import Page, unfolded
 from benchmarks.redraw import FOLDER, PICTURES, Scores, Speed, digest, outdated, stamp, stamped
-from benchmarks.run_logs import ResultsError
+from benchmarks.run_logs import PROJECT, Evaluation, ResultsError, RunLog, Score
 from cli.conftest import figures as figures
 
 BY_HAND = {"cluster.svg"}
@@ -28,7 +27,7 @@ def test_no_picture_of_the_guide_is_older_than_its_data():
 
 def test_picture_is_outdated_after_a_change_of_its_data_or_settings(tmp_path):
     logs = tmp_path / "examples" / "results"
-    shutil.copytree(RESULTS, logs)
+    shutil.copytree(PROJECT / "examples" / "results", logs)
     for name in ("scores.png", "speed.png"):
         shutil.copy(FOLDER / name, tmp_path)
     page = tmp_path / "speed.md"
@@ -50,10 +49,11 @@ def test_picture_is_outdated_after_a_change_of_its_data_or_settings(tmp_path):
 
 def test_digest_of_curves_includes_logs_and_panels(tmp_path, monkeypatch):
     curve = Curves((Panel("a", (Line("one"),)),))
-    monkeypatch.setattr(curve_pictures, "RESULTS", tmp_path)
-    (tmp_path / "one.csv").write_text("rows")
+    path = tmp_path / "seed_0.csv"
+    monkeypatch.setattr(curve_pictures, "log_path", lambda name, seed: path)
+    path.write_text("rows")
     digests = [digest(curve), digest(replace(curve, panels=(Panel("b", (Line("one"),)),)))]
-    (tmp_path / "one.csv").write_text("other rows")
+    path.write_text("other rows")
     assert len({*digests, digest(curve)}) == 3
     assert digest(Page(("seed=0",), 100, "running")) != digest(Page(("seed=1",), 100, "running"))
 
@@ -73,15 +73,20 @@ def test_digest_is_stored_in_a_picture(tmp_path, name):
 
 def test_each_line_has_all_evaluations_of_each_seed():
     for line in {line for panels in CURVES.values() for panel in panels for line in panel.lines}:
-        rows = line.rows()  # raises if the settings have changed
-        assert rows, line
-        assert {row.seed for row in rows if row.minutes is None} == {row.seed for row in rows if row.minutes}, line
+        logs = line.logs()  # raises if the settings have changed
+        assert logs, line
+        assert all(log.curve for log in logs), line
 
 
 def test_curves_show_mean_range_and_end(tmp_path, monkeypatch, figures):
-    rows = [Row(seed, frames, frames * seed, 0.0, 0) for seed in (1, 3) for frames in (10, 20)]
-    ends = [Row(seed, 20, 100.0 * seed, 0.0, 20, 1.0) for seed in (1, 3)]
-    monkeypatch.setattr(curve_pictures, "rows_of", {"one": rows + ends, "two": [*rows[:2], ends[0]]}.get)
+    logs = [
+        RunLog(
+            *("", "", "", "", "", 1, seed, 20, 1.0, Score(100.0 * seed, 0.0), None, None),
+            tuple(Evaluation(frames, frames * seed, 0.0) for frames in (10, 20)),
+        )
+        for seed in (1, 3)
+    ]
+    monkeypatch.setattr(curve_pictures, "read_logs", {"one": logs, "two": logs[:1]}.get)
     lines = (Line("one", "first"), Line("two", "second"))
     panel = Panel("task", lines, label="Score", is_logarithmic=True)
     Curves((panel, Panel("other", lines[:1]))).draw(tmp_path / "c.png")
