@@ -117,7 +117,9 @@ def experiments_table(names: Iterable[str], root: Path = PROJECT) -> str:
     entries, rows = {**described(root), **descriptions(root)}, []
     for name in names:
         logs = read_logs(name, root)
-        cells = [score(logs), seeds_of(logs), frames(name, root), duration(logs)]
+        cells = ["no log", "", frames(name, root), ""]
+        if logs:
+            cells = [score(logs), seeds_of(logs), frames(name, root), duration(logs)]
         label = name if run_logs.is_experiment(name, root) else " ".join(run_logs.arguments_of(name, root))
         rows.append([f"`{label}`", entries[name], *cells])
     return markdown(heads, rows)

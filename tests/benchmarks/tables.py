@@ -21,21 +21,19 @@ def middle_half(values: Sequence[float]) -> str:
 
 def short(score: float) -> str:
     """Return a score with few digits."""
-    return f"{score:.4g}" if abs(score) < 10 else f"{score:.0f}"
+    return f"{score:.3g}" if abs(score) < 100 else f"{score:.0f}"
 
 
 def spread(scores: Sequence[float]) -> str:
     """Return mean and deviation of the scores of all seeds, or the score of a single seed."""
     if len(scores) == 1:
-        return short(scores[0])
+        return f"{scores[0]:.4g}"
     deviation = np.std(scores, ddof=1) if np.ptp(scores) else 0.0  # np.std of equal scores may be a rounding error
     return f"{np.mean(scores):.4g} +- {deviation:.2g}"
 
 
 def duration(logs: Sequence[RunLog]) -> str:
-    """Return the mean processor time of a seed, or an empty text without logs."""
-    if not logs:
-        return ""
+    """Return the mean processor time of a seed."""
     mean = float(np.mean([log.minutes for log in logs]))
     return f"{60 * mean:.0f} s" if mean < 2 else f"{mean:.3g} min"
 
@@ -47,7 +45,7 @@ def frames(name: str, root: Path = PROJECT) -> str:
 
 
 def seeds_of(logs: Sequence[RunLog]) -> str:
-    """Return the seeds, as a range if they are consecutive, or an empty text without logs."""
+    """Return the seeds, as a range if they are consecutive."""
     seeds = [log.seed for log in logs]
     is_range = len(seeds) > 2 and seeds == [*range(seeds[0], seeds[-1] + 1)]
     return f"{seeds[0]} to {seeds[-1]}" if is_range else ", ".join(map(str, seeds))
@@ -59,12 +57,7 @@ def numbered(logs: Sequence[RunLog]) -> str:
 
 
 def score(logs: Sequence[RunLog]) -> str:
-    """Return mean and deviation of the scores of the last checkpoints, and the mean success rate if there is one.
-
-    Without logs, the text says so.
-    """
-    if not logs:
-        return "no log"
+    """Return mean and deviation of the scores of the last checkpoints, and the mean success rate if there is one."""
     rates = [log.success for log in logs if log.success is not None]
     success = f"; success rate {np.mean(rates):.2f}" if rates else ""
     return spread([log.last.mean for log in logs]) + success
