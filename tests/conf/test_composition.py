@@ -220,6 +220,7 @@ FEW_BRANCHES = ["model.dynamics.max_epochs=1", "data.source.branches_per_fit=100
         ("ppod_minigrid_unlockpickup", "minigrid", ["data.frames_per_batch=128"]),
         ("sac_her_fetchpickandplace", "robotics", ["data.warmup_frames=300"]),
         ("sac_her_fetchpush", "robotics", ["data.warmup_frames=300"]),
+        ("sac_halfcheetah", "mujoco", ["data.warmup_frames=300"]),
         ("sac_hopper", "mujoco", ["data.warmup_frames=300"]),
         ("sac_invertedpendulum", "mujoco", ["data.warmup_frames=100"]),
     ],
