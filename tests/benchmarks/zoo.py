@@ -7,8 +7,8 @@ plays the 100 unseen episodes that ``torchrl-lightning-evaluate`` plays. They be
 environment draws random numbers within an episode. The settings are ours, not those of Stable-Baselines3's zoo.
 
 The runs are in ``examples/results/stable_baselines3/NAME``, in the format of ``run_logs.py``, without a curve.
-``results.py table`` compares them with ours. The settings come from the experiment. Settings without a counterpart in
-Stable-Baselines3 raise an error. All runs use one thread.
+``results.py table`` compares them with ours. The settings come from the experiment. A setting without a counterpart in
+Stable-Baselines3 raises an error, unless ``LEFT_OUT`` of ``results.py`` has it. All runs use one thread.
 """
 
 from __future__ import annotations

@@ -115,6 +115,16 @@ def test_peer_is_compared_by_the_difference_of_the_means(root):
     assert difference([5.0], [1.0, 2.0, 3.0]) == ("3", "not known: too few seeds")
 
 
+def test_peer_without_one_of_our_settings_is_marked_and_not_counted(root):
+    sentence = results.comparison_sentence(root)
+    for seed in range(3):
+        write_log("sac_her_fetchpush", seed, -10.0, root)
+        write_log("sac_her_fetchpush", seed, -40.0, root, peer=True)
+    (row,) = [line for line in results.comparison_table(root).splitlines() if "fetchpush" in line]
+    assert "| -40 +- 0 (seeds 0 to 2, without `data.buffer.transform.skip_reached`) | 30 (30 to 30) | ahead |" in row
+    assert results.comparison_sentence(root) == sentence
+
+
 def test_picture_has_a_line_for_each_curve_and_a_star_for_each_end(root):
     (root / "examples/results/published.yaml").write_text(f"{NAME}: about -2.5 +- 1 (v2)\n")
     for seed in (0, 1):

@@ -64,6 +64,9 @@ def test_replay_is_given_what_the_experiment_says():
     told = goals.arguments()
     assert goals.kind.__name__ == "DDPG"
     assert told["replay_buffer_kwargs"] == {"n_sampled_goal": 4, "goal_selection_strategy": "future"}
+    push = Twin("sac_her_fetchpush").arguments()  # Stable-Baselines3 relabels also the goals that were reached before
+    assert push["replay_buffer_kwargs"] == {"n_sampled_goal": 4, "goal_selection_strategy": "future"}
+    assert (push["train_freq"], push["gradient_steps"], push["target_entropy"]) == ((1, "step"), 4, 0.0)
 
 
 def test_dqn_is_given_what_the_experiment_says():
