@@ -56,8 +56,8 @@ _BRANCHES = [
 _OWN = {
     **dict.fromkeys(("ddpg_her_fetchreach", "dqn_cartpole", "dqn_frames_pong", "dqn_pong", "sac_pendulum"), _RING),
     **dict.fromkeys(("dqn_pong_envpool", "dqn_prioritized_lunarlander", "sac_hopper", "sac_invertedpendulum"), _RING),
-    **dict.fromkeys(("dqfd_mountaincar", "dqn_lunarlander", "dqn_mountaincar", "sac_halfcheetah"), _RING),
-    "sac_her_fetchpush": _RING,
+    **dict.fromkeys(("dqfd_mountaincar", "dqn_lunarlander", "dqn_mountaincar", "sac_her_fetchpush"), _RING),
+    "sac_halfcheetah": _RING,
     "rlpd_pendulum": ["data.buffer.storage.max_size=2048"],  # must hold the 2000 steps of its data
     "sac_her_fetchpickandplace": ["data.buffer.storage.max_size=1024"],  # must hold the 1000 steps of its data
     "sac_episodic_pendulum": [*_RING, "data.buffer.sampler.recent_data_steps=4"],
